@@ -1,0 +1,34 @@
+"""Errors a user can cause. Each message is one sentence or two that say what to do.
+
+Commands print the message alone and exit with status 1; the app shows it in the chat it concerns.
+"""
+
+from __future__ import annotations
+
+
+class NanochatError(Exception):
+    """Base of every error whose message is meant for the person at the keyboard."""
+
+
+class InvalidOption(NanochatError, ValueError):
+    """An option or parameter has a value that can't work."""
+
+
+class ModelNotFound(NanochatError):
+    """The model named by the user isn't there, or isn't complete."""
+
+
+class UnsupportedModel(NanochatError):
+    """The model's architecture, tensor types or tokenizer can't be run."""
+
+
+class PromptTooLong(NanochatError):
+    """The prompt can never run; the message states its length and the limit."""
+
+
+class NotEnoughMemory(NanochatError):
+    """The model or its cache doesn't fit; the message states what would."""
+
+
+class EngineClosed(NanochatError):
+    """The engine was closed, or its step thread has died; the message says which."""

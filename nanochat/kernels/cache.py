@@ -1,0 +1,57 @@
+"""The KV cache of one layer, and which part of it a step reads: what every attention kernel is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """Paged K and V of one layer. One tensor each: a stacked tensor of all layers was far slower on CPUs.
+
+    ``N`` blocks of ``B`` tokens; a token's slot is ``block * B + offset``.
+    """
+
+    k: torch.Tensor
+    """``[N, B, Hkv, D]``"""
+    v: torch.Tensor
+    """``[N, B, Hkv, D]``"""
+    k_scale: torch.Tensor | None = None
+    """``[N, B, Hkv]`` float16 for an INT8 cache: one scale a token and head; else None."""
+    v_scale: torch.Tensor | None = None
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.k.shape[0]
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """Which tokens of the packed batch attend to which blocks. Rows: decodes first, then prefill chunks.
+
+    ``R`` rows, of which the first ``num_decodes`` have one query token each. The context length counts
+    everything a row may see once this step's K/V is stored: its last query sits at ``context_len - 1``.
+    """
+
+    num_decodes: int
+    block_tables: torch.Tensor
+    """``[R, M]`` int32; entries past a row's last block are 0 and never read."""
+    context_lens: torch.Tensor
+    """``[R]`` int32."""
+    query_starts: torch.Tensor
+    """``[R + 1]`` int32: row ``r`` owns packed tokens ``query_starts[r]:query_starts[r + 1]``."""
+    max_query_len: int
+    max_context_len: int
+    scratch: dict[Any, Any] = field(default_factory=dict)
+    """What a kernel derives from this batch once and uses in every layer (index tensors, groupings)."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.context_lens.shape[0]
