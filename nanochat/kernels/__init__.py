@@ -1,0 +1,143 @@
+"""One function per op of a decoder's forward pass, each run by the fastest version for its tensors' device.
+
+`nanochat.kernels.reference` defines what each computes. Knows nothing of models, requests or schedules.
+
+``T`` packed tokens, ``R`` rows, ``H`` query heads, ``Hkv`` KV heads, ``D`` head dim, ``N`` blocks of ``B``
+tokens, ``M`` entries of a block table. All math is float32; results have the argument's type.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanochat.kernels import reference
+from nanochat.kernels.cache import AttentionBatch, LayerCache
+
+__all__ = [
+    "AttentionBatch",
+    "LayerCache",
+    "attention",
+    "decode_attention",
+    "gelu_tanh_mul",
+    "prefill_attention",
+    "rms_norm",
+    "rope",
+    "silu_mul",
+    "store_kv",
+]
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    *,
+    plus_one: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add ``residual`` if there is one, then divide by the root mean square and multiply by ``weight``.
+
+    ``x``, ``residual`` ``[T, hidden]`` of one type; ``weight [hidden]``, or ``weight + 1`` with
+    ``plus_one`` (Gemma). Returns ``(normed, new_residual)``, both ``[T, hidden]`` of ``x``'s type;
+    ``new_residual`` is the sum that was normed, and is ``x`` itself when ``residual`` is None.
+    """
+    return reference.rms_norm(x, weight, eps, residual, plus_one=plus_one)
+
+
+def rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS norm of each head where weights are given, then rotary embedding of the first ``rotary_dim`` dims.
+
+    ``q [T, H, D]``, ``k [T, Hkv, D]``, ``positions [T]`` int64, ``cos_sin [max_pos, rotary_dim]`` float32
+    (cosines, then sines), ``q_norm``, ``k_norm`` ``[D]``. Pairs are ``(i, i + rotary_dim / 2)``, as in
+    GPT-NeoX. Returns new ``(q, k)`` of the same shapes and types. Source: arXiv:2104.09864.
+    """
+    return reference.rope(
+        q, k, positions, cos_sin, q_norm=q_norm, k_norm=k_norm, eps=eps, plus_one=plus_one
+    )
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` of ``gate_up [T, 2I]`` (gate first); returns ``[T, I]``."""
+    return reference.silu_mul(gate_up)
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """``gelu(gate) * up``, in GELU's tanh approximation, of ``gate_up [T, 2I]`` (gate first): ``[T, I]``."""
+    return reference.gelu_tanh_mul(gate_up)
+
+
+def store_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.Tensor) -> None:
+    """Write ``k``, ``v`` ``[T, Hkv, D]`` to their ``slots [T]`` int64; a negative slot is skipped.
+
+    Slots that are not negative are distinct. An INT8 cache gets, per token and KV head, a float16 scale
+    ``max|x| / 127`` (at most 65504) and ``x / scale``, by the scale as stored, rounded half away from zero
+    and clamped to ±127. A zero vector stays zero, as does one so small that its scale rounds to 0. NaN is
+    stored as 0, an infinity as ±127.
+    """
+    reference.store_kv(k, v, cache, slots)
+
+
+def attention(
+    q: torch.Tensor,
+    cache: LayerCache,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention of each row's query tokens to its cached context: ``q [T, H, D]`` to ``[T, H, D]``.
+
+    This step's own K/V is already in the cache. Query ``i`` of a row with ``n`` queries and context length
+    ``L`` sits at position ``p = L - n + i`` and sees positions ``<= p``; with a ``window`` above 0, only
+    ``p - window + 1 .. p``. Scores are ``q·k * scale``; with a ``softcap`` above 0 they become
+    ``softcap * tanh(score / softcap)``. A row of context length 0 (padding) gives zeros.
+    """
+    return reference.attention(q, cache, batch, scale=scale, window=window, softcap=softcap)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    cache: LayerCache,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """`attention` for rows of one query token: ``q [R, H, D]``, ``block_tables [R, M]``, ``context_lens [R]``."""
+    return reference.decode_attention(
+        q, cache, block_tables, context_lens, scale=scale, window=window, softcap=softcap
+    )
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    cache: LayerCache,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """`attention` for rows of any number of query tokens: row ``r`` owns ``q[starts[r]:starts[r + 1]]``.
+
+    ``q [T, H, D]``, ``block_tables [R, M]``, ``context_lens [R]``, ``query_starts [R + 1]`` int32. Tokens
+    that belong to no row give zeros.
+    """
+    return reference.prefill_attention(
+        q, cache, block_tables, context_lens, query_starts, scale=scale, window=window, softcap=softcap
+    )

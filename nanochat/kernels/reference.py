@@ -1,0 +1,202 @@
+"""Every op in plain PyTorch, written to be read: the definition that faster versions are tested against.
+
+All arithmetic is float32 and is rounded to the argument's type once, at the end. Rows are visited one by
+one and lengths are read on the host, so nothing here is fast, and on a GPU nothing here is asynchronous.
+Knows nothing of devices, models or schedules.
+
+``T`` tokens, ``R`` rows, ``H`` query heads, ``Hkv`` KV heads, ``D`` head dim, ``N`` blocks of ``B`` tokens,
+``M`` entries of a block table.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from nanochat.kernels.cache import AttentionBatch, LayerCache
+
+INT8_MAX = 127.0
+FLOAT16_MAX = 65504.0
+_JUST_BELOW_HALF = 0.49999997  # the float32 before 0.5: adding 0.5 itself would round 0.49999997 up to 1
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    *,
+    plus_one: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `nanochat.kernels.rms_norm`."""
+    summed = x if residual is None else x + residual
+    return normalize(summed, weight, eps, plus_one).to(x.dtype), summed
+
+
+def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool) -> torch.Tensor:
+    """Root-mean-square norm of ``x [..., n]`` over its last dim, in float32."""
+    x = x.float()
+    scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return scaled * (1.0 + weight.float() if plus_one else weight.float())
+
+
+def rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `nanochat.kernels.rope`."""
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+
+    def norm_and_rotate(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        y = x.float() if weight is None else normalize(x, weight, eps, plus_one)
+        half = cos.shape[-1]
+        first, second, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
+        rotated = (first * cos - second * sin, second * cos + first * sin, rest)
+        return torch.cat(rotated, dim=-1).to(x.dtype)
+
+    return norm_and_rotate(q, q_norm), norm_and_rotate(k, k_norm)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `nanochat.kernels.silu_mul`."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `nanochat.kernels.gelu_tanh_mul`."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x [..., D]`` to int8 ``[..., D]`` and float16 scales ``[...]``, as `nanochat.kernels.store_kv` says."""
+    x = x.float().nan_to_num(nan=0.0, posinf=float("inf"), neginf=float("-inf"))
+    scale = (x.abs().amax(-1) / INT8_MAX).clamp(max=FLOAT16_MAX).half()
+    # A vector too small for a float16 scale is stored as zeros; 1 only keeps the division defined.
+    divisor = torch.where(scale > 0, scale.float(), 1.0).unsqueeze(-1)
+    scaled = (x / divisor).clamp(-INT8_MAX, INT8_MAX)
+    rounded = torch.trunc(scaled + torch.copysign(torch.tensor(_JUST_BELOW_HALF), scaled))
+    return rounded.to(torch.int8), scale
+
+
+def store_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.Tensor) -> None:
+    """See `nanochat.kernels.store_kv`."""
+    kept = slots >= 0
+    blocks, offsets = slots[kept] // cache.block_size, slots[kept] % cache.block_size
+    if cache.k_scale is None or cache.v_scale is None:
+        cache.k[blocks, offsets] = k[kept].to(cache.k.dtype)
+        cache.v[blocks, offsets] = v[kept].to(cache.v.dtype)
+    else:
+        cache.k[blocks, offsets], cache.k_scale[blocks, offsets] = quantize(k[kept])
+        cache.v[blocks, offsets], cache.v_scale[blocks, offsets] = quantize(v[kept])
+
+
+def read_kv(
+    cache: LayerCache, block_table: torch.Tensor, context_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one row's first ``context_len`` tokens, ``[context_len, Hkv, D]`` float32 each.
+
+    Entries of ``block_table [M]`` past the context, and slots past it in the last block, are not read.
+    """
+    size = cache.block_size
+    blocks = block_table[: (context_len + size - 1) // size].long()
+
+    def read(data: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        values = data[blocks].flatten(0, 1)[:context_len].float()
+        if scale is None:
+            return values
+        return values * scale[blocks].flatten(0, 1)[:context_len].float().unsqueeze(-1)
+
+    return read(cache.k, cache.k_scale), read(cache.v, cache.v_scale)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int, softcap: float
+) -> torch.Tensor:
+    """Causal attention of one row's last ``n`` tokens to all its ``L``.
+
+    ``q [n, H, D]``, ``k``, ``v`` ``[L, Hkv, D]`` float32; returns ``[n, H, D]`` float32.
+    """
+    n, heads, _ = q.shape
+    length, kv_heads, _ = k.shape
+    grouped = q.float().unflatten(1, (kv_heads, heads // kv_heads))
+    scores = torch.einsum("nkgd,lkd->kgnl", grouped, k) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    query_positions = torch.arange(length - n, length, device=q.device).unsqueeze(1)
+    key_positions = torch.arange(length, device=q.device)
+    visible = key_positions <= query_positions
+    if window:
+        visible &= key_positions > query_positions - window
+    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+    return torch.einsum("kgnl,lkd->nkgd", weights, v).flatten(1, 2)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    cache: LayerCache,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """See `nanochat.kernels.decode_attention`."""
+    query_starts = torch.arange(q.shape[0] + 1)
+    return prefill_attention(
+        q, cache, block_tables, context_lens, query_starts, scale=scale, window=window, softcap=softcap
+    )
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    cache: LayerCache,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """See `nanochat.kernels.prefill_attention`."""
+    out = torch.zeros_like(q)
+    starts = query_starts.tolist()
+    for row, context_len in enumerate(context_lens.tolist()):
+        if context_len == 0:
+            continue
+        tokens = slice(starts[row], starts[row + 1])
+        k, v = read_kv(cache, block_tables[row], context_len)
+        out[tokens] = attend(q[tokens], k, v, scale=scale, window=window, softcap=softcap).to(q.dtype)
+    return out
+
+
+def attention(
+    q: torch.Tensor,
+    cache: LayerCache,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """See `nanochat.kernels.attention`."""
+    return prefill_attention(
+        q,
+        cache,
+        batch.block_tables,
+        batch.context_lens,
+        batch.query_starts,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
