@@ -61,9 +61,7 @@ def rope(
     (cosines, then sines), ``q_norm``, ``k_norm`` ``[D]``. Pairs are ``(i, i + rotary_dim / 2)``, as in
     GPT-NeoX. Returns new ``(q, k)`` of the same shapes and types. Source: arXiv:2104.09864.
     """
-    return reference.rope(
-        q, k, positions, cos_sin, q_norm=q_norm, k_norm=k_norm, eps=eps, plus_one=plus_one
-    )
+    return reference.rope(q, k, positions, cos_sin, q_norm=q_norm, k_norm=k_norm, eps=eps, plus_one=plus_one)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
