@@ -1,0 +1,1 @@
+"""Headless commands, one file each: ``add_arguments(parser)`` and ``run(args)``."""

@@ -33,6 +33,8 @@ class Request:
     """Prompt, then every generated token that has been collected."""
     params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
+    sampling_seed: int = 0
+    """64 bits that, with a position, decide every random choice of this request."""
     arrival_s: float = 0.0
 
     status: RequestStatus = RequestStatus.WAITING

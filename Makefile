@@ -1,0 +1,41 @@
+# Two commands matter: `make chat` and `make test`. Both make the environment first if it isn't there.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Tests run side by side, one thread each: OpenMP loses far more than it gains on contended cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+.PHONY: chat test check lint format clean
+
+chat: $(VENV)/installed
+	@$(BIN)/nanochat
+
+test: lint
+	$(PYTEST)
+
+check: lint ## everyday: without the slow tests
+	$(PYTEST) -m "not slow"
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff format --check nanochat tests benchmarks
+	$(BIN)/ruff check nanochat tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff format nanochat tests benchmarks
+	$(BIN)/ruff check --fix nanochat tests benchmarks
+
+$(VENV)/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nanochat needs Python 3.11 or newer; name one: make chat PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

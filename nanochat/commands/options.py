@@ -1,0 +1,51 @@
+"""Options that every command with an engine shares, and their merging with the settings file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import get_args
+
+from nanochat.engine.config import Device, DType, EngineConfig, KVDType
+from nanochat.settings import Settings, load_settings
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add them. Their defaults are absent, so that the settings file can say what the command line doesn't."""
+    group = parser.add_argument_group("model and engine")
+
+    def option(flag: str, dest: str, help: str, **how: object) -> None:
+        group.add_argument(flag, dest=dest, help=help, default=argparse.SUPPRESS, **how)  # type: ignore[arg-type]
+
+    option("--model", "model", "a folder, a .gguf file or a Hub id; left out: the default model")
+    option("--kv", "kv_dtype", "type of the KV cache", choices=get_args(KVDType))
+    option("--device", "device", "where to run", choices=get_args(Device))
+    option("--dtype", "dtype", "type of weights and activations", choices=get_args(DType))
+    option("--max-model-len", "max_model_len", "longest prompt plus answer, in tokens", type=int, metavar="N")
+    option("--kv-blocks", "num_kv_blocks", "KV blocks in the cache", type=int, metavar="N")
+    option("--block-size", "block_size", "tokens per KV block", type=int, metavar="N")
+    option("--max-seqs", "max_num_seqs", "most requests in one step", type=int, metavar="N")
+    option("--max-batched-tokens", "max_num_batched_tokens", "most tokens in one step", type=int, metavar="N")
+    option(
+        "--gpu-memory-utilization",
+        "gpu_memory_utilization",
+        "share of the GPU's memory to use",
+        type=float,
+        metavar="X",
+    )
+    option("--tp", "tensor_parallel_size", "number of GPUs", type=int, metavar="N")
+    option("--no-prefix-cache", "prefix_caching", "compute every prompt in full", action="store_false")
+    option("--no-cuda-graphs", "cuda_graphs", "launch GPU kernels one by one", action="store_false")
+    option("--system", "system", "system prompt", metavar="TEXT")
+    option("--config", "config", "settings file (TOML)", type=Path, metavar="FILE")
+
+
+def engine_config(args: argparse.Namespace) -> tuple[Settings, EngineConfig]:
+    """The settings file named or found, and the engine options of both.
+
+    Raises:
+        InvalidOption: either holds something that can't work.
+    """
+    settings = load_settings(getattr(args, "config", None))
+    given = {name: value for name, value in vars(args).items() if name in EngineConfig.__dataclass_fields__}
+    return settings, settings.engine_config(given)

@@ -1,0 +1,53 @@
+"""Where a model runs and in which type: turns "auto" into a choice that is fast on this machine."""
+
+from __future__ import annotations
+
+import torch
+
+from nanochat.engine.config import DType, EngineConfig
+from nanochat.errors import InvalidOption
+
+_DTYPES: dict[DType, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """``auto`` is the GPU where there is one.
+
+    Raises:
+        InvalidOption: a GPU was asked for and torch sees none.
+    """
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise InvalidOption(
+            "No CUDA GPU can be used here; leave out --device cuda to run on the CPU, "
+            "or install the GPU driver and a CUDA build of torch."
+        )
+    if config.device == "cpu" or not has_gpu:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """``auto`` is BF16 where the hardware multiplies it, else FP16 on a GPU and FP32 on a CPU."""
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    return torch.bfloat16 if _cpu_multiplies_bf16() else torch.float32
+
+
+def _cpu_multiplies_bf16() -> bool:
+    # Without such instructions BF16 products are emulated and several times slower than FP32.
+    if not hasattr(torch.cpu, "get_capabilities"):  # torch before 2.12
+        return False
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16"))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")

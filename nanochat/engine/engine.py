@@ -1,0 +1,320 @@
+"""The engine: takes prompts from any thread, runs them together on one step thread, streams tokens back.
+
+One thread repeats: take what has come in, plan a step, run it, commit it, deliver the text. ``submit``,
+``cancel``, ``stats`` and ``block_map`` may be called from any other thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from nanochat.engine.block_pool import BlockPool
+from nanochat.engine.chat_template import encode_messages
+from nanochat.engine.config import EngineConfig, SamplingParams
+from nanochat.engine.detokenizer import Detokenizer
+from nanochat.engine.device import dtype_name
+from nanochat.engine.handle import RequestHandle
+from nanochat.engine.live_request import LiveRequest
+from nanochat.engine.loading import LoadedModel, load_model
+from nanochat.engine.memory import kv_bytes_per_token
+from nanochat.engine.outputs import TokenLogprobs
+from nanochat.engine.progress import ProgressCallback, ignore_progress
+from nanochat.engine.recorder import Recorder
+from nanochat.engine.request import FinishReason, Request, RequestStatus
+from nanochat.engine.runner import StepResult
+from nanochat.engine.scheduler import Scheduler, StepPlan
+from nanochat.engine.stats import BlockMap, EngineStats
+from nanochat.errors import EngineClosed, InvalidOption
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Text, token ids, or chat messages of ``role`` and ``content``."""
+
+CLOSE_TIMEOUT_S = 30.0
+"""How long :meth:`Engine.close` waits for the step in progress."""
+
+
+class Engine:
+    """A loaded model and the thread that steps it. Use as a context manager, or :meth:`close` it.
+
+    Attributes:
+        tokenizer: the model's tokenizer, as ``transformers`` loads it.
+        model_dir: folder of the model in Hugging Face form.
+        default_sampling: the sampling settings that the model's makers recommend, by parameter name.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        progress: ProgressCallback = ignore_progress,
+        debug: bool = False,
+    ) -> None:
+        """Load the model and start the step thread; blocks until both are done.
+
+        Args:
+            config: what to load and how; the default model on the best device if left out.
+            progress: told of each stage of loading, on the calling thread.
+            debug: check every invariant of the scheduler and the block pool whenever the engine is idle.
+
+        Raises:
+            NanochatError: a subclass whose message says what to do.
+        """
+        self.config = config or EngineConfig()
+        model = load_model(self.config, progress)
+        self._model = model
+        self.tokenizer: Any = model.tokenizer
+        self.model_dir: Path = model.folder
+        self.default_sampling = dict(model.default_sampling)
+        self._scheduler = _make_scheduler(self.config, model)
+        self._recorder = Recorder()
+        self._debug = debug
+        self._request_ids = itertools.count(1)
+        self._random = random.SystemRandom()
+        self._live: dict[int, LiveRequest] = {}  # step thread only
+        # Guards the scheduler and the recorder: held for planning and committing, never while computing.
+        self._lock = threading.Lock()
+        self._inbox_condition = threading.Condition()
+        self._submitted: list[LiveRequest] = []
+        self._cancelled: list[int] = []
+        self._closed_because: str | None = None
+        self._thread = threading.Thread(target=self._run, name="nanochat-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def model_name(self) -> str:
+        return self._model.name
+
+    @property
+    def device_name(self) -> str:
+        return self._model.device.type
+
+    @property
+    def dtype_name(self) -> str:
+        return dtype_name(self._model.dtype)
+
+    @property
+    def kv_dtype_name(self) -> str:
+        return dtype_name(self._model.kv_dtype)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+        return self._model.max_model_len
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return kv_bytes_per_token(self._model.config, self._model.kv_dtype)
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestHandle:
+        """Queue a prompt and return at once.
+
+        Raises:
+            PromptTooLong: it can never run; both lengths are in the message.
+            InvalidOption: it is empty, or not a prompt.
+            EngineClosed: the engine has been closed, or its thread has died.
+        """
+        params = params if params is not None else SamplingParams()
+        token_ids = self._encode(prompt)
+        self._scheduler.check_fits(len(token_ids))
+        request = Request(
+            request_id=next(self._request_ids),
+            token_ids=token_ids,
+            params=params,
+            eos_token_ids=self._model.eos_token_ids,
+            sampling_seed=params.seed if params.seed is not None else self._random.getrandbits(63),
+            arrival_s=time.monotonic(),
+        )
+        handle = RequestHandle(request.request_id, self._cancel)
+        live = LiveRequest(request, handle, Detokenizer(self.tokenizer, token_ids, params.stop))
+        with self._inbox_condition:
+            if self._closed_because is not None:
+                raise EngineClosed(self._closed_because)
+            self._submitted.append(live)
+            self._inbox_condition.notify()
+        return handle
+
+    def stats(self) -> EngineStats:
+        """A snapshot of counters, recent latencies and live requests."""
+        with self._lock:
+            return self._recorder.snapshot(self._scheduler, time.monotonic())
+
+    def block_map(self) -> BlockMap:
+        """Who holds each KV block; costs time in proportion to the blocks in use."""
+        with self._lock:
+            return self._recorder.block_map(self._scheduler)
+
+    def close(self) -> None:
+        """Stop after the step in progress; what still runs ends as cancelled. Harmless when repeated."""
+        with self._inbox_condition:
+            if self._closed_because is None:
+                self._closed_because = "The engine has been closed."
+            self._inbox_condition.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            token_ids = list(self.tokenizer.encode(prompt))
+        elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
+            token_ids = encode_messages(self.tokenizer, prompt)  # type: ignore[arg-type]
+        else:
+            token_ids = [int(token) for token in prompt]  # type: ignore[arg-type]
+        if not token_ids:
+            raise InvalidOption("The prompt is empty; give at least one token.")
+        vocab_size = self._model.config.vocab_size
+        if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            raise InvalidOption(f"Token ids must lie between 0 and {vocab_size - 1} for this model.")
+        return token_ids
+
+    def _cancel(self, request_id: int) -> None:
+        with self._inbox_condition:
+            self._cancelled.append(request_id)
+            self._inbox_condition.notify()
+
+    # Everything below runs on the step thread.
+
+    def _run(self) -> None:
+        ending: tuple[FinishReason, str] = ("cancelled", "The engine has been closed.")
+        try:
+            with torch.inference_mode():
+                while self._take_inbox():
+                    self._step()
+        except Exception as error:
+            logger.exception("the step thread died")
+            ending = ("error", f"The engine stopped on an internal error ({error}); restart nanochat.")
+        self._end_everything(*ending)
+
+    def _take_inbox(self) -> bool:
+        """Wait until there is something to do, and take in what has come; False once closed."""
+        with self._inbox_condition:
+            if not self._has_news() and not self._scheduler.has_work:
+                self._idle()
+                self._inbox_condition.wait_for(self._has_news)
+            submitted, self._submitted = self._submitted, []
+            cancelled, self._cancelled = self._cancelled, []
+            closed = self._closed_because is not None
+        for live in submitted:
+            self._live[live.request.request_id] = live
+            with self._lock:
+                self._scheduler.add(live.request)
+        for request_id in cancelled:
+            if request_id in self._live:
+                self._finish(self._live[request_id], "cancelled")
+        return not closed
+
+    def _has_news(self) -> bool:
+        return bool(self._submitted or self._cancelled or self._closed_because is not None)
+
+    def _idle(self) -> None:
+        if self._debug:
+            with self._lock:
+                self._scheduler.check_invariants()
+
+    def _step(self) -> None:
+        started = time.monotonic()
+        with self._lock:
+            plan = self._scheduler.plan(started)
+        if plan.is_empty:
+            if self._scheduler.has_work:
+                raise RuntimeError("requests wait, nothing is in flight, and none can run")
+            return
+        try:
+            result = self._model.runner.run(plan)
+        except Exception as error:
+            logger.exception("step %d failed", plan.step)
+            self._fail(plan, error)
+        else:
+            self._commit(plan, result, started)
+
+    def _commit(self, plan: StepPlan, result: StepResult, started: float) -> None:
+        now = time.monotonic()
+        with self._lock:
+            accepted = self._scheduler.commit(plan, result.token_ids, now)
+            self._recorder.record_step(plan, started, now)
+            for request, _ in accepted:
+                self._recorder.record_token(request, self._live[request.request_id].last_token_s, now)
+        logprobs = {
+            chunk.request.request_id: row for chunk, row in zip(plan.sampling, result.logprobs, strict=True)
+        }
+        for request, token_id in accepted:
+            self._deliver(self._live[request.request_id], token_id, logprobs[request.request_id], now)
+
+    def _deliver(self, live: LiveRequest, token_id: int, logprobs: TokenLogprobs | None, now: float) -> None:
+        try:
+            stopped = live.accept(token_id, logprobs, now)
+        except Exception as error:  # a token this request's text can't take concerns no other request
+            logger.exception("request %d could not be turned into text", live.request.request_id)
+            if live.request.status is not RequestStatus.FINISHED:
+                self._finish(live, "error", f"The answer could not be turned into text: {error}.")
+                return
+            stopped = False
+        if live.request.status is RequestStatus.FINISHED:
+            self._deliver_end(live)
+        elif stopped:
+            self._finish(live, "stop")
+        else:
+            live.emit()
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        with self._lock:
+            failed = self._scheduler.fail(plan, time.monotonic())
+        for request in failed:
+            self._deliver_end(self._live[request.request_id], f"This step failed: {error}. Try again.")
+
+    def _finish(self, live: LiveRequest, reason: FinishReason, error: str | None = None) -> None:
+        with self._lock:
+            if reason == "cancelled":
+                self._scheduler.cancel(live.request, time.monotonic())
+            else:
+                self._scheduler.finish(live.request, reason, time.monotonic())
+        self._deliver_end(live, error)
+
+    def _deliver_end(self, live: LiveRequest, error: str | None = None) -> None:
+        del self._live[live.request.request_id]
+        live.end(error)
+
+    def _end_everything(self, reason: FinishReason, because: str) -> None:
+        """No step will run any more: every handle gets its end, even if the scheduler is what broke."""
+        with self._inbox_condition:
+            self._closed_because = because
+            submitted, self._submitted = self._submitted, []
+        for live in submitted:
+            live.request.finish_reason = reason
+            live.end(because)
+        for live in list(self._live.values()):
+            try:
+                self._finish(live, reason, because)
+            except Exception:
+                logger.exception("request %d could not be taken off the scheduler", live.request.request_id)
+                live.request.finish_reason = reason
+                live.end(because)
+
+
+def _make_scheduler(config: EngineConfig, model: LoadedModel) -> Scheduler:
+    pool = BlockPool(model.num_kv_blocks, config.block_size, prefix_caching=config.prefix_caching)
+    return Scheduler(
+        pool,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+    )

@@ -1,0 +1,89 @@
+"""A request on its way to its caller: turns accepted tokens into text, events and a final output.
+
+Sits between the scheduler's :class:`Request` and the caller's :class:`RequestHandle`; decides nothing
+about who runs.
+"""
+
+from __future__ import annotations
+
+from nanochat.engine.detokenizer import Detokenizer
+from nanochat.engine.handle import RequestHandle
+from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput, TokenLogprobs
+from nanochat.engine.request import Request
+
+
+class LiveRequest:
+    """One request between submission and its last event. Used on the step thread only."""
+
+    def __init__(self, request: Request, handle: RequestHandle, detokenizer: Detokenizer) -> None:
+        self.request = request
+        self.handle = handle
+        self.last_token_s: float | None = None
+        self._detokenizer = detokenizer
+        self._logprobs: list[TokenLogprobs] = []
+        self._new_text: list[str] = []
+        self._new_ids: list[int] = []
+
+    def accept(self, token_id: int, logprobs: TokenLogprobs | None, now_s: float) -> bool:
+        """Take a token the scheduler has accepted; True if a stop text is now complete."""
+        self._new_ids.append(token_id)
+        self._new_text.append(self._detokenizer.push([token_id]))
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        self.last_token_s = now_s
+        return self._detokenizer.stopped
+
+    def emit(self) -> None:
+        """Send what has gathered since the last event."""
+        if self._new_ids:
+            self.handle.push(self._take_event())
+
+    def end(self, error: str | None = None) -> None:
+        """Send the last event and the output. The request must have a finish reason."""
+        if not self._detokenizer.stopped:
+            self._new_text.append(self._detokenizer.flush())
+        output = self._output(error)
+        event = self._take_event()
+        self.handle.push(Event(event.text, event.token_ids, output.finish_reason), output)
+
+    def metrics(self) -> RequestMetrics:
+        """What the request has cost so far."""
+        request = self.request
+        scheduled, first = request.first_scheduled_s, request.first_token_s
+        until_scheduled = scheduled if scheduled is not None else request.finished_s
+        return RequestMetrics(
+            prompt_tokens=request.num_prompt_tokens,
+            cached_tokens=request.num_cached_tokens,
+            completion_tokens=request.num_generated_tokens,
+            queue_s=until_scheduled - request.arrival_s if until_scheduled is not None else 0.0,
+            ttft_s=first - request.arrival_s if first is not None else None,
+            decode_tok_s=self.decode_tok_s,
+            preemptions=request.num_preemptions,
+        )
+
+    @property
+    def decode_tok_s(self) -> float | None:
+        """Tokens after the first, per second."""
+        first, last = self.request.first_token_s, self.last_token_s
+        later_tokens = self.request.num_generated_tokens - 1
+        if first is None or last is None or later_tokens < 1 or last <= first:
+            return None
+        return later_tokens / (last - first)
+
+    def _take_event(self) -> Event:
+        event = Event("".join(self._new_text), tuple(self._new_ids))
+        self._new_text, self._new_ids = [], []
+        return event
+
+    def _output(self, error: str | None) -> RequestOutput:
+        request = self.request
+        if request.finish_reason is None:
+            raise RuntimeError(f"request {request.request_id} was ended without a finish reason")
+        return RequestOutput(
+            text=self._detokenizer.text,
+            token_ids=request.token_ids[request.num_prompt_tokens :],
+            finish_reason=request.finish_reason,
+            error=error,
+            logprobs=self._logprobs if request.params.logprobs is not None else None,
+            metrics=self.metrics(),
+        )

@@ -1,0 +1,99 @@
+"""From a configuration to a model in memory with its caches: the slow part of starting an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanochat.engine.config import EngineConfig
+from nanochat.engine.device import choose_device, choose_dtype
+from nanochat.engine.memory import (
+    allocate_caches,
+    choose_max_model_len,
+    choose_num_blocks,
+    free_cpu_bytes,
+    free_gpu_bytes,
+)
+from nanochat.engine.models.decoder import Decoder
+from nanochat.engine.models.families import ModelConfig, load_model_config
+from nanochat.engine.models.resolve import resolve_model
+from nanochat.engine.models.weights import load_decoder
+from nanochat.engine.progress import Progress, ProgressCallback
+from nanochat.engine.runner import Runner
+from nanochat.engine.tokenizer import default_sampling, eos_token_ids, load_tokenizer
+from nanochat.errors import InvalidOption
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Everything an engine needs of its model."""
+
+    name: str
+    folder: Path
+    config: ModelConfig
+    tokenizer: Any
+    eos_token_ids: frozenset[int]
+    default_sampling: dict[str, float | int]
+    runner: Runner
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    num_kv_blocks: int
+    max_model_len: int
+
+
+def load_model(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
+    """Find, read and prepare a model.
+
+    Raises:
+        NanochatError: a subclass whose message says what to do.
+    """
+    if config.tensor_parallel_size != 1:
+        raise InvalidOption("Only one device can be used; leave out --tp.")
+    device = choose_device(config)
+    dtype = choose_dtype(config, device)
+    kv_dtype = torch.int8 if config.kv_dtype == "int8" else dtype
+    resolved = resolve_model(config.model, progress)
+    model = load_model_config(resolved.path)
+    tokenizer = load_tokenizer(resolved.path)
+    decoder = load_decoder(resolved.path, model, device, dtype, progress)
+    progress(Progress("Preparing the KV cache"))
+    with torch.inference_mode():
+        free_bytes = _free_bytes(config, model, decoder, kv_dtype)
+        num_blocks = choose_num_blocks(config, model, kv_dtype, free_bytes, device)
+        max_model_len = choose_max_model_len(config, model, num_blocks)
+        runner = Runner(decoder, allocate_caches(model, num_blocks, config.block_size, kv_dtype, device))
+        runner.warm_up()
+    return LoadedModel(
+        name=resolved.name,
+        folder=resolved.path,
+        config=model,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids(resolved.path, tokenizer),
+        default_sampling=default_sampling(resolved.path),
+        runner=runner,
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        num_kv_blocks=num_blocks,
+        max_model_len=max_model_len,
+    )
+
+
+def _free_bytes(config: EngineConfig, model: ModelConfig, decoder: Decoder, kv_dtype: torch.dtype) -> int:
+    """Memory for the cache, once the weights are in place and the largest step has had its share."""
+    if decoder.device.type == "cpu":
+        return free_cpu_bytes()
+    num_tokens = min(config.max_num_batched_tokens, model.max_position_embeddings)
+    num_blocks = -(-num_tokens // config.block_size)
+    before = torch.cuda.memory_allocated(decoder.device)
+    torch.cuda.reset_peak_memory_stats(decoder.device)
+    caches = allocate_caches(model, num_blocks, config.block_size, kv_dtype, decoder.device)
+    Runner(decoder, caches).warm_up(num_tokens)
+    peak = torch.cuda.max_memory_allocated(decoder.device) - before
+    del caches
+    torch.cuda.empty_cache()
+    return free_gpu_bytes(decoder.device, config.gpu_memory_utilization, peak)
