@@ -1,0 +1,152 @@
+"""The command line: what it costs to start, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat.cli import main
+
+
+@pytest.fixture(autouse=True)
+def own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads the settings of the person who runs it."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+def ask(model: Path, *arguments: str) -> int:
+    return main(["ask", "--model", str(model), "--device", "cpu", "--kv-blocks", "64", *arguments])
+
+
+class TestAsk:
+    def test_json_has_the_promised_fields(self, tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert ask(tiny_llama, "Hi", "--temperature", "0", "--max-tokens", "5", "--json") == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert list(answer) == [
+            "text",
+            "token_ids",
+            "finish_reason",
+            "prompt_tokens",
+            "cached_tokens",
+            "completion_tokens",
+            "ttft_ms",
+            "decode_tok_s",
+            "preemptions",
+        ]
+        assert answer["completion_tokens"] == len(answer["token_ids"]) <= 5
+
+    def test_streams_the_same_text(self, tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        options = ("Hi", "--seed", "3", "--max-tokens", "12")
+        assert ask(tiny_llama, *options, "--json") == 0
+        text = json.loads(capsys.readouterr().out)["text"]
+        assert ask(tiny_llama, *options) == 0
+        assert capsys.readouterr().out == text + "\n"
+
+    @pytest.mark.parametrize("argument", [[], ["-"]])
+    def test_reads_standard_input(
+        self,
+        tiny_llama: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        argument: list[str],
+    ) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Hé".encode())))
+        assert ask(tiny_llama, *argument, "--temperature", "0", "--max-tokens", "3", "--json") == 0
+        piped = json.loads(capsys.readouterr().out)
+        assert ask(tiny_llama, "Hé", "--temperature", "0", "--max-tokens", "3", "--json") == 0
+        assert json.loads(capsys.readouterr().out)["token_ids"] == piped["token_ids"]
+
+    def test_system_and_stop_reach_the_engine(
+        self, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert ask(tiny_llama, "Hi", "--temperature", "0", "--json") == 0
+        plain = json.loads(capsys.readouterr().out)
+        assert ask(tiny_llama, "Hi", "--temperature", "0", "--json", "--system", "S", "--stop", "e") == 0
+        assert json.loads(capsys.readouterr().out)["prompt_tokens"] > plain["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["ask", "hi", "--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["ask", "  "], "The question is empty"),
+        (["ask", "hi", "--temperature", "-1"], "temperature must be"),
+        (["ask", "hi", "--kv-blocks", "0"], "num_kv_blocks must be"),
+        (["ask", "hi", "--config", "/no/such.toml"], "check the path given to --config"),
+        (["ask", "hi", "--tp", "2", "--device", "cpu"], "--tp"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_status_1(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    assert sentence in captured.err
+    assert captured.err.startswith("nanochat: ")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_a_prompt_over_the_limit_states_both_numbers(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ask", "x" * 500, "--model", str(tiny_llama), "--device", "cpu", "--kv-blocks", "8"]) == 1
+    message = capsys.readouterr().err
+    assert "127" in message
+    assert "Traceback" not in message
+
+
+@pytest.mark.parametrize("arguments", [["--no-such-option"], ["ask", "--kv", "int3", "hi"], ["frobnicate"]])
+def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: nanochat" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch, tiny_llama: Path) -> None:
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nanochat.commands.ask._read_prompt", interrupt)
+    assert ask(tiny_llama, "hi") == 130
+
+
+def test_a_reader_that_leaves_causes_no_traceback(tiny_llama: Path) -> None:
+    command = f"{sys.executable} -m nanochat ask hi --model {tiny_llama} --device cpu --kv-blocks 64 | true"
+    finished = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert finished.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "module", ["nanochat", "nanochat.cli", "nanochat.engine.scheduler", "nanochat.conversation"]
+)
+def test_starting_imports_nothing_heavy(module: str) -> None:
+    code = f"import {module}, sys; print(sorted({{'torch', 'transformers', 'textual', 'gguf'}} & set(sys.modules)))"
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert finished.stdout.strip() == "[]"
+
+
+def test_the_engine_imports_without_what_only_the_app_needs() -> None:
+    code = """
+import importlib.abc, pkgutil, sys
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("textual", "rich", "gguf", "platformdirs"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+import nanochat.engine, nanochat.kernels
+for package in (nanochat.engine, nanochat.kernels):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+"""
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
