@@ -1,0 +1,98 @@
+"""One decoder for every family of models: what differs between them is in :class:`ModelConfig`.
+
+Knows nothing of files, requests, sampling or schedules.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from nanochat import kernels
+from nanochat.engine.models.families import ModelConfig
+from nanochat.engine.models.layers import Allocator, DecoderLayer, Linear
+from nanochat.engine.models.rope import cos_sin_table
+from nanochat.kernels.cache import AttentionBatch, LayerCache
+
+_FIRST_POSITIONS = 2048
+
+
+class Decoder:
+    """A decoder-only transformer on one device, its weights uninitialised until they are loaded.
+
+    Callers hold no gradients: run it under ``torch.inference_mode()``.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        allocate = Allocator(device, dtype)
+        self.config = config
+        self.device = device
+        self.dtype = dtype
+        self.embedding = allocate.tensor(config.vocab_size, config.hidden_size)
+        self.layers = [DecoderLayer(config, layer, allocate) for layer in config.layers]
+        self.norm = allocate.tensor(config.hidden_size)
+        self.lm_head = (
+            Linear(self.embedding)
+            if config.tie_word_embeddings
+            else allocate.linear(config.hidden_size, config.vocab_size)
+        )
+        self.weight_bytes = allocate.allocated_bytes
+        """Bytes of all weights; tied ones count once."""
+        # Rounded to the weights' type first, as the models that have it were trained.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
+        self._num_positions = 0
+        self._cos_sin: list[torch.Tensor | None] = [None] * config.num_layers
+        """Each layer's rotary table; layers of one kind share theirs."""
+
+    def reserve_positions(self, num_positions: int) -> None:
+        """Make the rotary tables at least this long.
+
+        ``forward`` does it as needed. Whoever captures a graph does it before, with the longest sequence
+        it will run, because growing replaces the tables.
+        """
+        if num_positions <= self._num_positions:
+            return
+        self._num_positions = num_positions
+        kinds = {layer.rope for layer in self.config.layers if layer.rope is not None}
+        tables = {rope: cos_sin_table(rope, num_positions, self.device) for rope in kinds}
+        self._cos_sin = [tables.get(layer.rope) if layer.rope else None for layer in self.config.layers]
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        attention: AttentionBatch,
+        caches: list[LayerCache],
+    ) -> torch.Tensor:
+        """Final hidden states of ``T`` packed tokens, after the last norm: ``[T, hidden]``.
+
+        ``input_ids``, ``positions`` and ``slots`` are ``[T]`` int64. Every token's K and V goes to its slot
+        of each of the ``caches``, one a layer.
+        """
+        if attention.max_context_len > self._num_positions:
+            self.reserve_positions(self._grown(attention.max_context_len))
+        x = F.embedding(input_ids, self.embedding)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        residual: torch.Tensor | None = None
+        for layer, cos_sin, cache in zip(self.layers, self._cos_sin, caches, strict=True):
+            x, residual = layer(x, residual, positions, slots, cos_sin, attention, cache)
+        normed, _ = kernels.rms_norm(
+            x, self.norm, self.config.rms_norm_eps, residual, plus_one=self.config.norm_plus_one
+        )
+        return normed
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[S, hidden]`` to ``[S, vocab]`` float32."""
+        logits = self.lm_head(hidden).float()
+        if self.config.final_softcap:
+            logits = torch.tanh(logits / self.config.final_softcap) * self.config.final_softcap
+        return logits
+
+    def _grown(self, needed: int) -> int:
+        """At least ``needed``, doubling from a small start so that few growths reach any length."""
+        size = max(self._num_positions, _FIRST_POSITIONS)
+        while size < needed:
+            size *= 2
+        return max(min(size, self.config.max_position_embeddings), needed)

@@ -1,0 +1,194 @@
+"""The pieces of a decoder layer: linear maps, attention, MLP, mixture of experts.
+
+Each holds its weights as plain tensors, packed so that one matrix product does the work of two or three.
+Knows nothing of files, requests or schedules.
+
+``T`` packed tokens, ``H`` query heads, ``Hkv`` KV heads, ``D`` head dim, ``I`` intermediate size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from nanochat import kernels
+from nanochat.engine.models.families import Activation, LayerConfig, ModelConfig, MoEConfig
+from nanochat.kernels.cache import AttentionBatch, LayerCache
+
+
+class Linear:
+    """``y = x @ weight.T + bias``. The one place where another weight format would differ."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight = weight
+        """``[out, in]``"""
+        self.bias = bias
+        """``[out]``"""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, in]`` to ``[T, out]``."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class Allocator:
+    """Makes a model's uninitialised tensors, all of one type on one device, and counts their bytes."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.allocated_bytes = 0
+
+    def tensor(self, *shape: int) -> torch.Tensor:
+        tensor = torch.empty(shape, device=self.device, dtype=self.dtype)
+        self.allocated_bytes += tensor.nbytes
+        return tensor
+
+    def linear(self, in_size: int, out_size: int, *, bias: bool = False) -> Linear:
+        return Linear(self.tensor(out_size, in_size), self.tensor(out_size) if bias else None)
+
+
+class Attention:
+    """Grouped-query attention over the paged cache."""
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, allocate: Allocator) -> None:
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.sizes = (q_size, kv_size, kv_size)
+        self.qkv = allocate.linear(config.hidden_size, sum(self.sizes), bias=config.qkv_bias)
+        """Rows: q of every head, then k, then v."""
+        self.out = allocate.linear(q_size, config.hidden_size, bias=config.o_bias)
+        self.q_norm = allocate.tensor(self.head_dim) if config.qk_norm else None
+        self.k_norm = allocate.tensor(self.head_dim) if config.qk_norm else None
+        self.window = layer.window
+        self.scale = config.attention_scale
+        self.softcap = config.attention_softcap
+        self.eps = config.rms_norm_eps
+        self.plus_one = config.norm_plus_one
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        batch: AttentionBatch,
+        cache: LayerCache,
+    ) -> torch.Tensor:
+        """``[T, hidden]`` to ``[T, hidden]``; K and V are stored before anything is attended to."""
+        q, k, v = self.qkv(x).split(self.sizes, dim=-1)
+        q = q.unflatten(-1, (self.num_heads, self.head_dim))
+        k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if cos_sin is not None:
+            q, k = kernels.rope(
+                q,
+                k,
+                positions,
+                cos_sin,
+                q_norm=self.q_norm,
+                k_norm=self.k_norm,
+                eps=self.eps,
+                plus_one=self.plus_one,
+            )
+        kernels.store_kv(k, v, cache, slots)
+        mixed = kernels.attention(q, cache, batch, scale=self.scale, window=self.window, softcap=self.softcap)
+        return self.out(mixed.flatten(1))
+
+
+class MLP:
+    """Gated MLP: ``down(act(gate(x)) * up(x))``."""
+
+    def __init__(self, config: ModelConfig, allocate: Allocator) -> None:
+        inner = config.intermediate_size
+        self.gate_up = allocate.linear(config.hidden_size, 2 * inner, bias=config.mlp_bias)
+        """Rows: gate, then up."""
+        self.down = allocate.linear(inner, config.hidden_size, bias=config.mlp_bias)
+        self.activate = activation(config.activation)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, hidden]`` to ``[T, hidden]``."""
+        return self.down(self.activate(self.gate_up(x)))
+
+
+class MoE:
+    """A softmax router and gated MLPs; each token goes to its few best experts.
+
+    The loop over experts reads on the host which of them are in use, so a step with this layer can't be
+    part of a CUDA graph.
+    """
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, allocate: Allocator) -> None:
+        inner, hidden = moe.intermediate_size, config.hidden_size
+        self.experts_per_token = moe.experts_per_token
+        self.normalize = moe.normalize
+        self.router = allocate.linear(hidden, moe.num_experts)
+        self.gate_up = allocate.tensor(moe.num_experts, 2 * inner, hidden)
+        self.down = allocate.tensor(moe.num_experts, hidden, inner)
+        self.activate = activation(config.activation)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, hidden]`` to ``[T, hidden]``."""
+        probabilities = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
+        weights, chosen = probabilities.topk(self.experts_per_token, dim=-1)
+        if self.normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights = weights.to(x.dtype)
+        out = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            tokens, ranks = torch.where(chosen == expert)
+            inner = self.activate(F.linear(x[tokens], self.gate_up[expert]))
+            mixed = F.linear(inner, self.down[expert]) * weights[tokens, ranks].unsqueeze(-1)
+            out.index_add_(0, tokens, mixed)
+        return out
+
+
+class DecoderLayer:
+    """Attention and MLP, each on a normalised input and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, allocate: Allocator) -> None:
+        self.attention = Attention(config, layer, allocate)
+        self.mlp: MLP | MoE
+        if layer.sparse and config.moe is not None:
+            self.mlp = MoE(config, config.moe, allocate)
+        else:
+            self.mlp = MLP(config, allocate)
+        self.attention_norm = allocate.tensor(config.hidden_size)
+        self.mlp_norm = allocate.tensor(config.hidden_size)
+        self.attention_out_norm = allocate.tensor(config.hidden_size) if config.output_norms else None
+        self.mlp_out_norm = allocate.tensor(config.hidden_size) if config.output_norms else None
+        self.eps = config.rms_norm_eps
+        self.plus_one = config.norm_plus_one
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        batch: AttentionBatch,
+        cache: LayerCache,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x`` is the last layer's MLP output, not yet added to ``residual``; so is what is returned."""
+        normed, residual = self._norm(x, self.attention_norm, residual)
+        mixed = self.attention(normed, positions, slots, cos_sin, batch, cache)
+        if self.attention_out_norm is not None:
+            mixed, _ = self._norm(mixed, self.attention_out_norm)
+        normed, residual = self._norm(mixed, self.mlp_norm, residual)
+        mixed = self.mlp(normed)
+        if self.mlp_out_norm is not None:
+            mixed, _ = self._norm(mixed, self.mlp_out_norm)
+        return mixed, residual
+
+    def _norm(
+        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return kernels.rms_norm(x, weight, self.eps, residual, plus_one=self.plus_one)
+
+
+def activation(name: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The gated activation: ``[T, 2I]``, gate first, to ``[T, I]``."""
+    return kernels.silu_mul if name == "silu" else kernels.gelu_tanh_mul

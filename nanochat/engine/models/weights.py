@@ -1,0 +1,308 @@
+"""Reads a folder of safetensors straight into a decoder's packed tensors.
+
+Headers are checked against the model's shapes before anything is allocated, so that a damaged or hostile
+file ends in a sentence and costs no memory. Never reads a pickle. Knows nothing of where files came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanochat.engine.models.config_reader import read_json_object
+from nanochat.engine.models.decoder import Decoder
+from nanochat.engine.models.families import ModelConfig
+from nanochat.engine.models.layers import DecoderLayer, Linear, MoE
+from nanochat.engine.progress import Progress, ProgressCallback, ignore_progress
+from nanochat.errors import ModelNotFound, NotEnoughMemory, UnsupportedModel
+
+_MAPPED_BYTES = 256 * 2**20
+"""A file is mapped anew after this many bytes: pages read stay resident for as long as a mapping lives."""
+
+_FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+_IGNORED_PARTS = ("vision_tower.", "multi_modal_projector.")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies and what its header says."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors names it: ``BF16``."""
+
+    @property
+    def num_bytes(self) -> int:
+        size = {"F64": 8, "F32": 4}.get(self.dtype, 2)
+        for length in self.shape:
+            size *= length
+        return size
+
+
+def load_decoder(
+    folder: Path,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: ProgressCallback = ignore_progress,
+) -> Decoder:
+    """Build the decoder and fill it from ``folder``; weights of another float type are converted.
+
+    Host memory: the weights themselves if ``device`` is the CPU, and at most a shard or 256 MiB and one
+    tensor, whichever is less.
+
+    Raises:
+        ModelNotFound: files are missing, cut short or damaged.
+        UnsupportedModel: the tensors aren't those of this architecture, or aren't floating point.
+        NotEnoughMemory: the weights don't fit the device.
+    """
+    stored = read_headers(weight_files(folder))
+    config = _untied_if_they_differ(config, stored)
+    sketch = Decoder(config, torch.device("meta"), dtype)
+    _check(folder, sketch, stored)
+    decoder = _allocate(folder, sketch, device)
+    destinations = dict(_destinations(decoder, stored))
+    total = sum(stored[name].num_bytes for name in destinations)
+    done = 0
+
+    def report(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        progress(Progress("Loading the model", done, total, "B"))
+
+    report(0)
+    by_file: dict[Path, list[str]] = {}
+    for name in destinations:
+        by_file.setdefault(stored[name].file, []).append(name)
+    for file, names in by_file.items():
+        for group in _groups(names, stored):
+            with _opened(file) as tensors:
+                for name in group:
+                    destinations[name].copy_(tensors.get_tensor(name))
+                    report(stored[name].num_bytes)
+    return decoder
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the model in ``folder``.
+
+    Raises:
+        ModelNotFound: there are none, some are missing, or there are only pickles.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        listed = read_json_object(index).get("weight_map")
+        names = sorted(set(map(str, listed.values()))) if isinstance(listed, dict) else []
+        if not names or not all(_is_plain_name(name) for name in names):
+            raise ModelNotFound(f"{index} doesn't list weight files. Download the model again.")
+        files = [folder / name for name in names]
+    elif (folder / "model.safetensors").is_file():
+        files = [folder / "model.safetensors"]
+    else:
+        # "consolidated" files hold the same weights a second time, in their maker's own layout.
+        found = folder.glob("*.safetensors")
+        files = sorted(file for file in found if not file.name.startswith("consolidated"))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ModelNotFound(
+            f"{folder} is incomplete: {missing[0]} is missing"
+            + (f", and {len(missing) - 1} more" if len(missing) > 1 else "")
+            + ". Download the model again."
+        )
+    if not files:
+        pickles = [file for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern)]
+        if pickles:
+            raise ModelNotFound(
+                f"{folder} has its weights only as a pickle ({pickles[0].name}), which could run any code "
+                "when opened. Choose a version with .safetensors files."
+            )
+        raise ModelNotFound(f"{folder} holds no .safetensors files. Download the model again.")
+    return files
+
+
+def _is_plain_name(name: str) -> bool:
+    return name.endswith(".safetensors") and Path(name).name == name
+
+
+def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
+    """Every tensor of ``files`` by name, without reading any data.
+
+    Raises:
+        ModelNotFound: a file is cut short or damaged.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for file in files:
+        with _opened(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it isn't a mapping
+                view = tensors.get_slice(name)
+                stored[name] = StoredTensor(file, tuple(view.get_shape()), view.get_dtype())
+    return stored
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise ModelNotFound(
+            f"{file} is damaged or only partly downloaded. Delete it and download the model again."
+        ) from error
+    except OSError as error:
+        raise ModelNotFound(f"{file} can't be read: {error.strerror or error}.") from error
+
+
+def _untied_if_they_differ(config: ModelConfig, stored: dict[str, StoredTensor]) -> ModelConfig:
+    """A file with an output matrix of its own is believed over ``tie_word_embeddings``, as elsewhere."""
+    head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
+    if not config.tie_word_embeddings or head is None or embedding is None or head.shape != embedding.shape:
+        return config
+    with _opened(head.file) as heads, _opened(embedding.file) as embeddings:
+        same = torch.equal(
+            heads.get_tensor("lm_head.weight"), embeddings.get_tensor("model.embed_tokens.weight")
+        )
+    return config if same else replace(config, tie_word_embeddings=False)
+
+
+def _check(folder: Path, sketch: Decoder, stored: dict[str, StoredTensor]) -> None:
+    """Compare names, shapes and types with those of a decoder that has no memory behind it."""
+    expected: set[str] = set()
+    for name, destination in _destinations(sketch, stored):
+        tensor = stored.get(name)
+        if tensor is None:
+            raise ModelNotFound(
+                f"{folder} is incomplete or not a {sketch.config.architecture}: it has no tensor {name}. "
+                "Download the model again."
+            )
+        if tensor.dtype not in _FLOAT_TYPES:
+            raise UnsupportedModel(
+                f"{folder} holds {tensor.dtype} weights, quantised for another program. Choose the plain "
+                "safetensors model or a GGUF file of it."
+            )
+        if tensor.shape != tuple(destination.shape):
+            raise UnsupportedModel(
+                f"{folder} doesn't match its config.json: {name} is {list(tensor.shape)}, "
+                f"not {list(destination.shape)}."
+            )
+        expected.add(name)
+    unused = sorted(name for name in stored.keys() - expected if not _is_ignorable(name, sketch.config))
+    if unused:
+        raise UnsupportedModel(
+            f"{folder} holds weights that a {sketch.config.architecture} has no use for, such as "
+            f"{unused[0][:100]}; running it without them would give wrong answers."
+        )
+
+
+def _is_ignorable(name: str, config: ModelConfig) -> bool:
+    tied = config.tie_word_embeddings and name.endswith("lm_head.weight")
+    return tied or name.endswith(_IGNORED_SUFFIXES) or any(part in name for part in _IGNORED_PARTS)
+
+
+def _allocate(folder: Path, sketch: Decoder, device: torch.device) -> Decoder:
+    try:
+        return Decoder(sketch.config, device, sketch.dtype)
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise NotEnoughMemory(
+            f"The weights of {folder.name} need {sketch.weight_bytes / 2**30:.1f} GiB, which {device} doesn't "
+            "have free. Close other programs or choose a smaller model."
+        ) from error
+
+
+def _destinations(decoder: Decoder, stored: dict[str, StoredTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor's name in the files and the part of a packed tensor that it fills."""
+    prefix, head = _prefixes(stored)
+    yield f"{prefix}embed_tokens.weight", decoder.embedding
+    for index, layer in enumerate(decoder.layers):
+        yield from _layer_destinations(f"{prefix}layers.{index}.", decoder.config, layer, stored)
+    yield f"{prefix}norm.weight", decoder.norm
+    if not decoder.config.tie_word_embeddings:
+        yield head, decoder.lm_head.weight
+
+
+def _prefixes(stored: dict[str, StoredTensor]) -> tuple[str, str]:
+    """What stands before the decoder's names, and the output matrix's name.
+
+    Models that also see have their decoder one level down, in two ways of naming.
+    """
+    for prefix, head in (
+        ("language_model.model.", "language_model.lm_head.weight"),
+        ("model.language_model.", "lm_head.weight"),
+    ):
+        if f"{prefix}embed_tokens.weight" in stored:
+            return prefix, head
+    return "model.", "lm_head.weight"
+
+
+def _layer_destinations(
+    prefix: str, config: ModelConfig, layer: DecoderLayer, stored: dict[str, StoredTensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    attention = layer.attention
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    yield from _packed(prefix, parts, attention.sizes, attention.qkv)
+    yield from _packed(prefix, ("self_attn.o_proj",), (config.hidden_size,), attention.out)
+    if attention.q_norm is not None and attention.k_norm is not None:
+        yield f"{prefix}self_attn.q_norm.weight", attention.q_norm
+        yield f"{prefix}self_attn.k_norm.weight", attention.k_norm
+    yield f"{prefix}input_layernorm.weight", layer.attention_norm
+    if layer.attention_out_norm is not None and layer.mlp_out_norm is not None:
+        yield f"{prefix}post_attention_layernorm.weight", layer.attention_out_norm
+        yield f"{prefix}pre_feedforward_layernorm.weight", layer.mlp_norm
+        yield f"{prefix}post_feedforward_layernorm.weight", layer.mlp_out_norm
+    else:
+        yield f"{prefix}post_attention_layernorm.weight", layer.mlp_norm
+    if isinstance(layer.mlp, MoE):
+        yield from _expert_destinations(f"{prefix}mlp.", layer.mlp, stored)
+        return
+    inner = config.intermediate_size
+    yield from _packed(prefix, ("mlp.gate_proj", "mlp.up_proj"), (inner, inner), layer.mlp.gate_up)
+    yield from _packed(prefix, ("mlp.down_proj",), (config.hidden_size,), layer.mlp.down)
+
+
+def _packed(
+    prefix: str, names: tuple[str, ...], sizes: tuple[int, ...], linear: Linear
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, rows in zip(names, linear.weight.split(sizes), strict=True):
+        yield f"{prefix}{name}.weight", rows
+    if linear.bias is not None:
+        for name, part in zip(names, linear.bias.split(sizes), strict=True):
+            yield f"{prefix}{name}.bias", part
+
+
+def _expert_destinations(
+    prefix: str, moe: MoE, stored: dict[str, StoredTensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    yield f"{prefix}gate.weight", moe.router.weight
+    if f"{prefix}experts.gate_up_proj" in stored:  # all experts in one tensor
+        yield f"{prefix}experts.gate_up_proj", moe.gate_up
+        yield f"{prefix}experts.down_proj", moe.down
+        return
+    for expert in range(moe.down.shape[0]):
+        gate, up = moe.gate_up[expert].chunk(2)
+        yield f"{prefix}experts.{expert}.gate_proj.weight", gate
+        yield f"{prefix}experts.{expert}.up_proj.weight", up
+        yield f"{prefix}experts.{expert}.down_proj.weight", moe.down[expert]
+
+
+def _groups(names: list[str], stored: dict[str, StoredTensor]) -> Iterator[list[str]]:
+    """``names`` cut after every ``_MAPPED_BYTES``."""
+    group: list[str] = []
+    size = 0
+    for name in names:
+        group.append(name)
+        size += stored[name].num_bytes
+        if size >= _MAPPED_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
