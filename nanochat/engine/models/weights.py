@@ -21,7 +21,7 @@ from nanochat.engine.models.layers import DecoderLayer, Linear, MoE
 from nanochat.engine.progress import Progress, ProgressCallback, ignore_progress
 from nanochat.errors import ModelNotFound, NotEnoughMemory, UnsupportedModel
 
-_MAPPED_BYTES = 256 * 2**20
+_MAPPED_BYTES = 64 * 2**20
 """A file is mapped anew after this many bytes: pages read stay resident for as long as a mapping lives."""
 
 _FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
@@ -55,7 +55,7 @@ def load_decoder(
 ) -> Decoder:
     """Build the decoder and fill it from ``folder``; weights of another float type are converted.
 
-    Host memory: the weights themselves if ``device`` is the CPU, and at most a shard or 256 MiB and one
+    Host memory: the weights themselves if ``device`` is the CPU, and at most a shard or 64 MiB and one
     tensor, whichever is less.
 
     Raises:
@@ -65,9 +65,8 @@ def load_decoder(
     """
     stored = read_headers(weight_files(folder))
     config = _untied_if_they_differ(config, stored)
-    sketch = Decoder(config, torch.device("meta"), dtype)
-    _check(folder, sketch, stored)
-    decoder = _allocate(folder, sketch, device)
+    check_tensors(folder, config, stored)
+    decoder = _allocate(folder, config, device, dtype)
     destinations = dict(_destinations(decoder, stored))
     total = sum(stored[name].num_bytes for name in destinations)
     done = 0
@@ -173,31 +172,37 @@ def _untied_if_they_differ(config: ModelConfig, stored: dict[str, StoredTensor])
     return config if same else replace(config, tie_word_embeddings=False)
 
 
-def _check(folder: Path, sketch: Decoder, stored: dict[str, StoredTensor]) -> None:
-    """Compare names, shapes and types with those of a decoder that has no memory behind it."""
+def check_tensors(source: Path, config: ModelConfig, stored: dict[str, StoredTensor]) -> None:
+    """Compare names, shapes and types with those the model needs; allocates nothing.
+
+    Raises:
+        ModelNotFound: a tensor is missing.
+        UnsupportedModel: a tensor has another shape or type, or isn't used by this architecture.
+    """
+    sketch = Decoder(config, torch.device("meta"), torch.float32)
     expected: set[str] = set()
     for name, destination in _destinations(sketch, stored):
         tensor = stored.get(name)
         if tensor is None:
             raise ModelNotFound(
-                f"{folder} is incomplete or not a {sketch.config.architecture}: it has no tensor {name}. "
+                f"{source} is incomplete or not a {config.architecture}: it has no tensor {name}. "
                 "Download the model again."
             )
         if tensor.dtype not in _FLOAT_TYPES:
             raise UnsupportedModel(
-                f"{folder} holds {tensor.dtype} weights, quantised for another program. Choose the plain "
+                f"{source} holds {tensor.dtype} weights, quantised for another program. Choose the plain "
                 "safetensors model or a GGUF file of it."
             )
         if tensor.shape != tuple(destination.shape):
             raise UnsupportedModel(
-                f"{folder} doesn't match its config.json: {name} is {list(tensor.shape)}, "
+                f"{source} doesn't match its config.json: {name} is {list(tensor.shape)}, "
                 f"not {list(destination.shape)}."
             )
         expected.add(name)
-    unused = sorted(name for name in stored.keys() - expected if not _is_ignorable(name, sketch.config))
+    unused = sorted(name for name in stored.keys() - expected if not _is_ignorable(name, config))
     if unused:
         raise UnsupportedModel(
-            f"{folder} holds weights that a {sketch.config.architecture} has no use for, such as "
+            f"{source} holds weights that a {config.architecture} has no use for, such as "
             f"{unused[0][:100]}; running it without them would give wrong answers."
         )
 
@@ -207,15 +212,16 @@ def _is_ignorable(name: str, config: ModelConfig) -> bool:
     return tied or name.endswith(_IGNORED_SUFFIXES) or any(part in name for part in _IGNORED_PARTS)
 
 
-def _allocate(folder: Path, sketch: Decoder, device: torch.device) -> Decoder:
+def _allocate(folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
     try:
-        return Decoder(sketch.config, device, sketch.dtype)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        return Decoder(config, device, dtype)
+    except (MemoryError, RuntimeError) as error:  # torch's own out-of-memory errors are RuntimeErrors
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
+        needed = Decoder(config, torch.device("meta"), dtype).weight_bytes
         raise NotEnoughMemory(
-            f"The weights of {folder.name} need {sketch.weight_bytes / 2**30:.1f} GiB, which {device} doesn't "
-            "have free. Close other programs or choose a smaller model."
+            f"The weights of {folder.name} need {needed / 2**30:.1f} GiB, which {device} doesn't have free. "
+            "Close other programs or choose a smaller model."
         ) from error
 
 
