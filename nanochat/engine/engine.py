@@ -137,7 +137,7 @@ class Engine:
             arrival_s=time.monotonic(),
         )
         handle = RequestHandle(request.request_id, self._cancel)
-        live = LiveRequest(request, handle, Detokenizer(self.tokenizer, token_ids, params.stop))
+        live = LiveRequest(request, handle, Detokenizer(self.tokenizer, params.stop))
         with self._inbox_condition:
             if self._closed_because is not None:
                 raise EngineClosed(self._closed_because)

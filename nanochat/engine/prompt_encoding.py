@@ -1,0 +1,229 @@
+"""Encode a rendered prompt so that nobody but the template can write a control token.
+
+A user who types ``<|im_end|>`` means those ten characters. Encoding the rendered text as a whole would make
+them the model's end-of-turn token, and let a pasted text speak in another role. So control tokens inside
+message contents are *guarded* before the template sees them, and guarded ones are encoded as plain text.
+Knows tokenizers; nothing of templates or messages.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from nanochat.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Noncharacters: Unicode keeps them for a program's own use, so no message has a reason to contain one.
+GUARD = "\ufdd0"
+"""Stands inside a guarded control token."""
+PLACEHOLDER = "\ufdd1"
+"""Encloses the number of a message whose token ids stand for its text."""
+_RESERVED = re.compile(f"[{GUARD}{PLACEHOLDER}\ud800-\udfff]")  # lone surrogates can't be encoded either
+
+
+class PromptEncoder:
+    """Guards control tokens in contents, and encodes rendered text.
+
+    Control tokens are the tokenizer's special tokens, and those of its other added tokens that look like
+    ``<|...|>`` or that the template writes itself (``<think>``, ``[INST]``). Added tokens that merely stand
+    for frequent text, such as runs of spaces, are left alone.
+
+    Args:
+        tokenizer: a ``transformers`` tokenizer with a fast backend.
+        template_text: the texts that the chat template writes.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_text: str) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        added = self._backend.get_added_tokens_decoder()
+        self._special = {token.content for token in added.values() if token.special and token.content}
+        soft = {
+            token.content
+            for token in added.values()
+            if not token.special and _is_control(token.content, template_text)
+        }
+        self.control_tokens = frozenset(self._special | soft)
+        self._control_ids = {
+            token_id for token_id, token in added.items() if token.content in self.control_tokens
+        }
+        self._any_control = _alternatives(self.control_tokens)
+        self._any_special = _alternatives(self._special)
+        self._scanner = _Scanner(added, self.control_tokens)
+
+    def guard(self, content: str, *, keep_template_tokens: bool = False) -> str:
+        """A message's content as the template may see it.
+
+        Args:
+            content: any text.
+            keep_template_tokens: leave control tokens that aren't special as they are. It is meant for the
+                assistant's own text, where ``<think>`` is markup.
+        """
+        content = _RESERVED.sub("\ufffd", content)
+        pattern = self._any_special if keep_template_tokens else self._any_control
+        return pattern.sub(lambda match: _guarded(match[0]), content)
+
+    def encode(self, text: str, before: str = "") -> list[int]:
+        """Token ids of rendered text, without tokens that the tokenizer would add at the ends.
+
+        Args:
+            text: as rendered, with guarded control tokens.
+            before: the text before it, already encoded, in which no token may reach from one into the
+                other. It matters to tokenizers that treat the beginning of a text in a special way.
+
+        Raises:
+            InvalidOption: the tokenizer can't write a guarded control token as plain text.
+        """
+        if not text:
+            return []
+        context = self._scanner.last_piece(before)
+        ids, starts, ends = self._encode(context + text)
+        if not context:
+            return ids
+        first = bisect_right(starts, len(context) - 1)
+        if first and ends[first - 1] > len(context):  # a token reaches across
+            return self._encode(text)[0]
+        return ids[first:]
+
+    def _encode(self, text: str) -> tuple[list[int], list[int], list[int]]:
+        """Ids, and the character at which each begins and ends."""
+        if GUARD not in text:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+            offsets = encoding.offsets
+            ids = encoding.ids
+            # A normalizer may make a control token of something that isn't written as one.
+            if sum(token_id in self._control_ids for token_id in ids) == len(self._any_control.findall(text)):
+                return ids, [start for start, _ in offsets], [end for _, end in offsets]
+        return self._encode_guarded(text)
+
+    def _encode_guarded(self, text: str) -> tuple[list[int], list[int], list[int]]:
+        """The tokenizer's own pipeline, step by step, with our choice of which added tokens count."""
+        from tokenizers import NormalizedString, PreTokenizedString
+
+        plain, spans = self._scanner.scan(text)
+        cuts = [0, *(edge for span in spans for edge in (span.start, span.end)), len(plain)]
+
+        def split(_: int, whole: NormalizedString) -> list[NormalizedString]:
+            parts = (whole.slice((start, end)) for start, end in pairwise(cuts) if start < end)
+            return [part for part in parts if part is not None]
+
+        pieces = PreTokenizedString(plain)
+        pieces.split(split)
+        if self._backend.normalizer is not None:
+            pieces.normalize(self._backend.normalizer.normalize)
+        if self._backend.pre_tokenizer is not None:
+            self._backend.pre_tokenizer.pre_tokenize(pieces)
+        ids: list[int] = []
+        starts: list[int] = []
+        ends: list[int] = []
+        remaining = iter([*spans, _Span(len(plain) + 1, len(plain) + 1, -1)])
+        span = next(remaining)
+        for piece, (start, end), _ in pieces.get_splits("original", "char"):
+            while start >= span.end:
+                span = next(remaining)
+            if start >= span.start:
+                if not starts or starts[-1] < span.start:
+                    ids.append(span.token_id)
+                    starts.append(span.start)
+                    ends.append(span.end)
+                continue
+            tokens = self._plain_ids(piece)
+            ids += tokens
+            starts += [start] * len(tokens)
+            ends += [end] * len(tokens)
+        return ids, starts, ends
+
+    def _plain_ids(self, piece: str) -> list[int]:
+        """Ids of one pre-tokenized piece; never a control token's."""
+        model: Any = self._backend.model
+        ids = [token.id for token in model.tokenize(piece)]
+        if self._control_ids.isdisjoint(ids):
+            return ids
+        ids = [token.id for character in piece for token in model.tokenize(character)]
+        if self._control_ids.isdisjoint(ids):
+            return ids
+        raise InvalidOption(f"The model reserves {piece!r} for itself; take it out of the message.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Characters of a text that are one added token."""
+
+    start: int
+    end: int
+    token_id: int
+
+
+class _Scanner:
+    """Finds added tokens in rendered text, the way the backend does: leftmost, then longest."""
+
+    def __init__(self, added: dict[int, Any], control_tokens: frozenset[str]) -> None:
+        self._id_of = {token.content: token_id for token_id, token in added.items() if token.content}
+        longest_first = sorted(
+            (token for token in added.values() if token.content), key=_length, reverse=True
+        )
+        guarded = "|".join(
+            re.escape(_guarded(token.content)) for token in longest_first if token.content in control_tokens
+        )
+        written = "|".join(
+            (r"\s*" if token.lstrip else "") + re.escape(token.content) + (r"\s*" if token.rstrip else "")
+            for token in longest_first
+        )
+        self._pattern = re.compile(f"(?P<guarded>{guarded or '(?!)'})|(?P<written>{written or '(?!)'})")
+
+    def scan(self, text: str) -> tuple[str, list[_Span]]:
+        """The text without guards, and the added tokens in it."""
+        parts: list[str] = []
+        spans: list[_Span] = []
+        length = position = 0
+        for match in self._pattern.finditer(text):
+            parts.append(text[position : match.start()].replace(GUARD, ""))
+            length += len(parts[-1])
+            parts.append(match[0].replace(GUARD, ""))
+            if match["written"] is not None:
+                token_id = self._id_of.get(match[0], self._id_of.get(match[0].strip()))
+                if token_id is not None:
+                    spans.append(_Span(length, length + len(match[0]), token_id))
+            length += len(parts[-1])
+            position = match.end()
+        parts.append(text[position:].replace(GUARD, ""))
+        return "".join(parts), spans
+
+    def last_piece(self, text: str) -> str:
+        """An added token that the text ends with, or its last character."""
+        text = text[-256:]
+        for match in self._pattern.finditer(text):
+            if match.end() == len(text) and match["written"] is not None:
+                return match[0]
+        return text[-1:].replace(GUARD, "")
+
+
+def _is_control(content: str, template_text: str) -> bool:
+    if not any(character.isalnum() for character in content):
+        return False
+    return bool(re.fullmatch(r"<[|｜].*[|｜]>", content)) or content in template_text
+
+
+def _guarded(token: str) -> str:
+    return GUARD + token if len(token) == 1 else token[0] + GUARD + token[1:]
+
+
+def _length(token: Any) -> int:
+    return len(token.content)
+
+
+def _alternatives(tokens: set[str] | frozenset[str]) -> re.Pattern[str]:
+    """A pattern for any of the tokens, the longest first; it matches nothing when there is none."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
+
+
+def placeholders(rendered: str) -> Iterator[str | int]:
+    """Rendered text and the numbers of placeholders in it, in turn; texts may be empty."""
+    for index, piece in enumerate(re.split(f"{PLACEHOLDER}([0-9]+){PLACEHOLDER}", rendered)):
+        yield int(piece) if index % 2 else piece

@@ -1,0 +1,138 @@
+"""Load a model folder's tokenizer and what the folder says of ending and sampling.
+
+Knows the files of a folder in Hugging Face form; nothing of models, requests or chat templates. The files
+are hostile input: no code from the folder is ever run, and a broken file gives a sentence, not a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanochat.errors import InvalidOption, ModelNotFound, UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder, as ``AutoTokenizer`` would give it.
+
+    ``tokenizer.json`` holds the whole tokenizer, so it is read directly, at about half of the import and
+    load time of ``AutoTokenizer``; a folder with only older files goes through ``AutoTokenizer``. Code that
+    comes with the model (``trust_remote_code``) is never run.
+
+    Raises:
+        ModelNotFound: the folder or its tokenizer files aren't there.
+        UnsupportedModel: the files can't be read, or need code that comes with the model.
+    """
+    if not folder.is_dir():
+        raise ModelNotFound(f"There is no model folder {folder}; check the path.")
+    if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+        raise ModelNotFound(
+            f"{folder} has no tokenizer (tokenizer.json); the download may be incomplete, so fetch it again."
+        )
+    load = _load_fast if (folder / "tokenizer.json").is_file() else _load_with_auto
+    try:
+        tokenizer = load(folder)
+    except BaseException as error:
+        if not _is_load_failure(error):
+            raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UnsupportedModel(
+            f"The tokenizer in {folder} can't be read ({reason}); fetch the model again or choose another."
+        ) from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UnsupportedModel(
+            f"The tokenizer in {folder} has no fast form (tokenizer.json); choose a model that has one."
+        )
+    # Settings of the training run, which may lie in tokenizer.json, must not cut or pad prompts.
+    backend.no_truncation()
+    backend.no_padding()
+    return tokenizer
+
+
+def _load_fast(folder: Path) -> PreTrainedTokenizerBase:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+
+
+def _load_with_auto(folder: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+
+
+def _is_load_failure(error: BaseException) -> bool:
+    # A panic inside the Rust tokenizer reaches Python as a BaseException of its own.
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every token id that ends an answer: of ``generation_config.json``, ``config.json``, the tokenizer."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        settings = _read_json(folder / name)
+        text_settings = settings.get("text_config")
+        for source in (settings, text_settings if isinstance(text_settings, dict) else {}):
+            found.update(_token_ids(source.get("eos_token_id")))
+    found.update(_token_ids(tokenizer.eos_token_id))
+    return frozenset(found)
+
+
+def default_sampling(folder: Path) -> dict[str, float | int]:
+    """The sampling settings that ``generation_config.json`` recommends; only those present and usable.
+
+    Keys are names of :class:`~nanochat.engine.config.SamplingParams`. A file that says ``do_sample: false``
+    asks for greedy decoding, which is a temperature of 0.
+    """
+    from nanochat.engine.config import SamplingParams
+
+    settings = _read_json(folder / "generation_config.json")
+    found: dict[str, float | int] = {}
+    kinds: dict[str, Callable[[float], float | int]] = {
+        "temperature": float,
+        "top_p": float,
+        "top_k": int,
+        "min_p": float,
+        "repetition_penalty": float,
+    }
+    for name, convert in kinds.items():
+        value = settings.get(name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            continue
+        try:
+            converted = convert(value)
+            SamplingParams(**{name: converted})  # type: ignore[arg-type]
+        except (InvalidOption, ValueError, OverflowError):
+            continue  # a value that can't be used is no recommendation
+        found[name] = converted
+    if settings.get("do_sample") is False:
+        found["temperature"] = 0.0
+    return found
+
+
+def _token_ids(value: object) -> Iterable[int]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [item for item in values if isinstance(item, int) and not isinstance(item, bool) and item >= 0]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty when the file isn't there or holds something else.
+
+    Raises:
+        UnsupportedModel: the file isn't JSON.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnsupportedModel(f"{path} can't be read ({error}); fetch the model again.") from error
+    return content if isinstance(content, dict) else {}
