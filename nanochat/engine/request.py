@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+from nanochat.engine.block_pool import BlockKey
 from nanochat.engine.config import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -42,6 +43,8 @@ class Request:
     block_table: list[int] = field(default_factory=list)
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
+    num_written_tokens: int = 0
+    """Tokens whose K/V collected steps have written without a gap: full blocks below it are indexed."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when first admitted (what the user is told)."""
     num_pending_tokens: int = 0
@@ -51,6 +54,17 @@ class Request:
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
+
+    max_total_tokens: int = 0
+    """Prompt plus answer can't become longer than this. Set when the request is queued."""
+    arrival_order: int = 0
+    """Seniority: lower came earlier. Set when the request is queued, kept for life."""
+    last_step: int = 0
+    """The step that last planned it, or the last step before it was queued."""
+    uncached_tokens: int = 0
+    """Tokens to compute before it can sample, as the prefix cache stood when it was last queued."""
+    block_keys: list[BlockKey] = field(default_factory=list)
+    """Prefix-cache keys of its full blocks, as far as they have been needed."""
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)

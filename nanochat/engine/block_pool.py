@@ -1,0 +1,208 @@
+"""KV blocks: who holds each one, which free ones are reused first, and what each still contains.
+
+A block's life, left to right; only the scheduler moves it::
+
+    free, empty ──allocate──▶ in use ──index──▶ in use, indexed ──release──▶ free, indexed ("cached")
+         ▲                      │                      ▲                          │         │
+         └───────release────────┘                      └──────────claim───────────┘         │
+         ▲                                             (ref_count 0 → 1; also 1 → 2, …)     │
+         └───────────────allocate evicts the least recently used one────────────────────────┘
+
+Knows nothing of torch, requests, budgets or time.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+from xxhash import xxh64_intdigest
+
+BlockKey = tuple[int, bytes]
+"""Chained hash of everything up to a block's end, and the block's own token ids as int32 bytes."""
+
+
+class InvariantError(RuntimeError):
+    """The bookkeeping of blocks or requests contradicts itself: a bug here, never a user's mistake."""
+
+
+class _PrefixNode:
+    """One indexed run of tokens. ``parent`` is the run before it: identity, not equal hashes, ties a chain."""
+
+    __slots__ = ("blocks", "hash", "parent", "tokens")
+
+    def __init__(self, key: BlockKey, parent: _PrefixNode | None) -> None:
+        self.hash, self.tokens = key
+        self.parent = parent
+        self.blocks: set[int] = set()
+        """Blocks with these contents: one, or several when requests computed them side by side."""
+
+
+class BlockPool:
+    """``num_blocks`` KV blocks of ``block_size`` tokens, with reference counts and a prefix index.
+
+    The prefix index is a tree of full blocks found by chained xxh64; a hit also needs the same parent
+    node and the same token ids, so that colliding hashes can't serve another prompt's K/V. Free blocks
+    wait in least-recently-used order, empty ones first. Every operation is O(1) a block.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(
+                f"a pool needs blocks and tokens in them, not {num_blocks} blocks of {block_size}"
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self._ref_counts = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._nodes: list[_PrefixNode | None] = [None] * num_blocks
+        self._index: dict[int, _PrefixNode] = {}
+        self._num_cached = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks no request holds, cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks whose contents can still be reused."""
+        return self._num_cached
+
+    def ref_count(self, block: int) -> int:
+        """How many block tables hold it."""
+        return self._ref_counts[block]
+
+    def is_cached(self, block: int) -> bool:
+        """Whether its contents are in the prefix index, be it free or in use."""
+        return self._nodes[block] is not None
+
+    def extend_keys(self, keys: list[BlockKey], token_ids: Sequence[int], num_blocks: int) -> None:
+        """Append the keys of ``token_ids``' first ``num_blocks`` full blocks that ``keys`` lacks.
+
+        Keys stay valid while a token list grows, so each token is hashed once in a request's life.
+        """
+        size = self.block_size
+        ids = array("i", token_ids[len(keys) * size : num_blocks * size])
+        data, width = ids.tobytes(), size * ids.itemsize
+        chained = keys[-1][0] if keys else 0
+        for offset in range(0, len(data), width):
+            tokens = data[offset : offset + width]
+            chained = xxh64_intdigest(tokens, chained)
+            keys.append((chained, tokens))
+
+    def lookup(self, keys: Sequence[BlockKey], num_blocks: int) -> list[int]:
+        """Blocks that hold the longest indexed prefix of the first ``num_blocks`` keys. Changes nothing."""
+        hits: list[int] = []
+        parent: _PrefixNode | None = None
+        for chained, tokens in keys[:num_blocks]:
+            node = self._index.get(chained)
+            if node is None or node.parent is not parent or node.tokens != tokens:
+                break
+            hits.append(next(iter(node.blocks)))
+            parent = node
+        return hits
+
+    def num_free_among(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks claiming would take out of the free list."""
+        return sum(not self._ref_counts[block] for block in blocks)
+
+    def claim(self, blocks: Iterable[int]) -> None:
+        """Hold blocks found by :meth:`lookup` once more."""
+        for block in blocks:
+            if not self._ref_counts[block]:
+                del self._free[block]
+                self._num_cached -= self._nodes[block] is not None
+            self._ref_counts[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` free blocks, empty ones first, then the least recently used cached ones."""
+        if count > len(self._free):
+            raise InvariantError(f"{count} blocks were asked for but only {len(self._free)} are free.")
+        blocks = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            if self._nodes[block] is not None:
+                self._evict(block)
+            self._ref_counts[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def release(self, block_table: Sequence[int]) -> None:
+        """Let go of a whole block table. Its tail enters the free list first, so it is evicted first."""
+        for block in reversed(block_table):
+            count = self._ref_counts[block] - 1
+            if count < 0:
+                raise InvariantError(f"Block {block} was released but nobody held it.")
+            self._ref_counts[block] = count
+            if count:
+                continue
+            self._free[block] = None
+            if self._nodes[block] is None:
+                self._free.move_to_end(block, last=False)
+            else:
+                self._num_cached += 1
+
+    def index(self, block_table: Sequence[int], keys: Sequence[BlockKey], first: int, last: int) -> None:
+        """Make a table's blocks ``first`` to ``last`` (exclusive) findable; their K/V must be written.
+
+        A block whose hash belongs to other contents stays out, and so does everything after it.
+        """
+        for position in range(first, last):
+            parent = self._nodes[block_table[position - 1]] if position else None
+            if position and parent is None:
+                return
+            chained, tokens = keys[position]
+            node = self._index.get(chained)
+            if node is None:
+                node = self._index[chained] = _PrefixNode(keys[position], parent)
+            elif node.parent is not parent or node.tokens != tokens:
+                return
+            node.blocks.add(block_table[position])
+            self._nodes[block_table[position]] = node
+
+    def check(self, block_tables: Iterable[Sequence[int]]) -> None:
+        """Compare everything with the block tables that exist. O(blocks).
+
+        Raises:
+            InvariantError: something doesn't add up; the sentence says what.
+        """
+        held = Counter(block for table in block_tables for block in table)
+        cached = 0
+        for block, count in enumerate(self._ref_counts):
+            if count != held[block]:
+                raise InvariantError(f"Block {block} has ref_count {count} but {held[block]} tables hold it.")
+            if (block in self._free) != (count == 0):
+                raise InvariantError(f"Block {block} has ref_count {count} but is or isn't in the free list.")
+            cached += count == 0 and self._nodes[block] is not None
+        if cached != self._num_cached:
+            raise InvariantError(f"{cached} free blocks are indexed but {self._num_cached} were counted.")
+        self._check_index()
+
+    def _check_index(self) -> None:
+        for chained, node in self._index.items():
+            if node.hash != chained or not node.blocks:
+                raise InvariantError(f"The index entry {chained:#x} is misfiled or has no block.")
+            if node.parent is not None and self._index.get(node.parent.hash) is not node.parent:
+                raise InvariantError(f"The index entry {chained:#x} outlived its parent.")
+            if any(self._nodes[block] is not node for block in node.blocks):
+                raise InvariantError(f"The index entry {chained:#x} names a block that says otherwise.")
+        indexed = sum(node is not None for node in self._nodes)
+        if indexed != sum(len(node.blocks) for node in self._index.values()):
+            raise InvariantError(f"{indexed} blocks think they are indexed but the index names others.")
+
+    def _evict(self, block: int) -> None:
+        node = self._nodes[block]
+        if node is None:
+            return
+        self._nodes[block] = None
+        self._num_cached -= 1
+        node.blocks.discard(block)
+        if not node.blocks:
+            del self._index[node.hash]
