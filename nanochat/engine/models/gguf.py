@@ -15,11 +15,11 @@ from typing import Any
 
 from nanochat.engine.models.config_reader import ConfigReader
 from nanochat.engine.models.families import load_model_config
-from nanochat.engine.models.gguf_tokenizer import write_tokenizer
 from nanochat.engine.models.gguf_tensors import plan_tensors, write_safetensors
+from nanochat.engine.models.gguf_tokenizer import write_tokenizer
 from nanochat.engine.models.weights import check_tensors
 from nanochat.engine.progress import Progress, ProgressCallback, ignore_progress
-from nanochat.errors import ModelNotFound, NanochatError, UnsupportedModel
+from nanochat.errors import ModelNotFound, NanochatError
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,8 @@ def _byte_level(metadata: ConfigReader, vocabulary: _Vocabulary) -> tuple[Tokeni
             "Use the model's safetensors version"
         )
     splitting = _SPLITTINGS[name]
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.texts("tokenizer.ggml.merges") or ()]
+    listed = metadata.texts("tokenizer.ggml.merges") or ()
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in listed)]
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocabulary.ids(spaces_as_blocks=False),

@@ -5,15 +5,27 @@ Knows nothing of what is inside the weights.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from nanochat.engine.models.cache import build_once
 from nanochat.engine.models.config_reader import read_json_object
+from nanochat.engine.models.default_model import CACHE_NAME, DEFAULT_MODEL_NAME, build_default_model
+from nanochat.engine.models.gguf import convert_gguf
+from nanochat.engine.models.hub import cached_model, download_model
 from nanochat.engine.models.weights import weight_files
 from nanochat.engine.progress import ProgressCallback, ignore_progress
 from nanochat.errors import ModelNotFound
 
 DEFAULT_HUB_MODEL = "Qwen/Qwen3-0.6B"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_QUANTISATION = re.compile(r"[.-](i?q\d\w*|[bf]*f?(16|32))$", re.IGNORECASE)
+"""The end of a GGUF file's name that tells its number format: ``-Q4_K_M``, ``.BF16``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +39,67 @@ class ResolvedModel:
 
 
 def resolve_model(spec: str, progress: ProgressCallback = ignore_progress) -> ResolvedModel:
-    """Find, download or convert the model that ``spec`` names; empty: the default model.
+    """Find, download or convert the model that ``spec`` names.
+
+    Empty: ``DEFAULT_HUB_MODEL`` if all of it is in the Hub's local cache, else a small model that needs
+    no Hub. ``progress`` may be called from other threads.
 
     Raises:
         ModelNotFound: it isn't there, isn't complete or can't be downloaded.
         UnsupportedModel: a GGUF file that can't be converted.
     """
+    if not spec:
+        return _default(progress)
     path = Path(spec).expanduser()
-    if spec and path.is_dir():
+    if path.is_dir():
         return _from_folder(path)
-    raise ModelNotFound(f"There is no model {spec!r}. Name a folder with a model in Hugging Face form.")
+    if path.suffix.lower() == ".gguf":
+        return _from_gguf(path, progress)
+    if path.is_file():
+        raise ModelNotFound(
+            f"{spec} is neither a folder nor a .gguf file. Name the folder that holds the model."
+        )
+    if not _HUB_ID.fullmatch(spec):
+        raise ModelNotFound(
+            f"There is no {spec}. Name a folder with a model, a .gguf file, or a Hub id such as "
+            f"{DEFAULT_HUB_MODEL}."
+        )
+    folder = cached_model(spec) or download_model(spec, progress)
+    _check(folder)
+    return ResolvedModel(folder, spec.rpartition("/")[2])
+
+
+def _default(progress: ProgressCallback) -> ResolvedModel:
+    folder = cached_model(DEFAULT_HUB_MODEL)
+    if folder is not None:
+        return ResolvedModel(folder, DEFAULT_HUB_MODEL.rpartition("/")[2])
+    folder = build_once(CACHE_NAME, partial(build_default_model, progress=progress), progress)
+    return ResolvedModel(folder, DEFAULT_MODEL_NAME)
 
 
 def _from_folder(folder: Path) -> ResolvedModel:
-    read_json_object(folder / "config.json")
-    weight_files(folder)
+    _check(folder)
     folder = folder.resolve()
     return ResolvedModel(folder, folder.name)
+
+
+def _from_gguf(file: Path, progress: ProgressCallback) -> ResolvedModel:
+    try:
+        file = file.resolve(strict=True)
+        status = file.stat()
+    except OSError as error:
+        raise ModelNotFound(f"{file} can't be read: {error.strerror or error}.") from error
+    name = _QUANTISATION.sub("", file.stem) or file.stem
+    identity = f"{file}\n{status.st_size}\n{status.st_mtime_ns}"
+    key = f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    return ResolvedModel(build_once(key, partial(convert_gguf, file, progress=progress), progress), name)
+
+
+def _check(folder: Path) -> None:
+    """Whether the folder has all the parts; what is in them is looked at when they are read."""
+    read_json_object(folder / "config.json")
+    weight_files(folder)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelNotFound(
+            f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)}). Download the model again."
+        )
