@@ -35,6 +35,8 @@ class Message:
     content: str
     token_ids: tuple[int, ...] | None = None
     """The ids that the model generated, with its end-of-turn token if it wrote one; None for other texts."""
+    opener: str = ""
+    """What the generation prompt had already written of the answer, such as ``<think>``."""
 
 
 class Conversation:
@@ -87,7 +89,7 @@ class Conversation:
         if isinstance(output, str):
             self._messages.append(Message("assistant", output))
         else:
-            self._messages.append(Message("assistant", output.text, tuple(output.token_ids)))
+            self._messages.append(Message("assistant", output.text, tuple(output.token_ids), self._opener()))
 
     def truncate(self, num_messages: int) -> None:
         """Keep the first messages only, to answer again or to send another text instead.
@@ -124,6 +126,7 @@ class Conversation:
                     "role": message.role,
                     "content": message.content,
                     "token_ids": None if message.token_ids is None else list(message.token_ids),
+                    "opener": message.opener,
                 }
                 for message in self._messages
             ],
@@ -149,7 +152,9 @@ class Conversation:
                 token_ids = None if ids is None else tuple(map(int, ids))
                 if message["role"] not in ("user", "assistant"):
                     raise ValueError(f"role {message['role']!r}")
-                chat._messages.append(Message(message["role"], str(message["content"]), token_ids))
+                chat._messages.append(
+                    Message(message["role"], str(message["content"]), token_ids, str(message["opener"]))
+                )
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidOption(f"The stored chat is damaged ({error!r}).") from error
         return chat
@@ -187,8 +192,8 @@ class Conversation:
             return
         answers: list[_Answer] | None
         if self.keep_reasoning:
-            opener = self._opener() if kept else ""
-            answers = [_Answer(opener, self._ids(index), "") for index in kept]
+            messages = (self._messages[index] for index in kept)
+            answers = [_Answer(message.opener, message.token_ids or (), "") for message in messages]
         else:
             answers = self._align(texts, kept, self._render()) if kept else []
         if answers is None:

@@ -95,12 +95,17 @@ class ChatTemplate:
             guarded = _merge_system(guarded)
         variables = template_kwargs | {"add_generation_prompt": add_generation_prompt}
         try:
-            return self._render(guarded, now, variables)
-        except TemplateRefusal:
-            joined = _join_runs(guarded)
-            if len(joined) == len(guarded):
-                raise
-            return self._render(joined, now, variables)
+            try:
+                return self._render(guarded, now, variables)
+            except TemplateRefusal:
+                joined = _join_runs(guarded)
+                if len(joined) == len(guarded):
+                    raise
+                return self._render(joined, now, variables)
+        except TemplateRefusal as error:
+            raise InvalidOption(
+                f"The model's chat template doesn't take these messages: {_one_line(error)}"
+            ) from error
 
     def encode(self, text: str, before: str = "") -> list[int]:
         """Token ids of rendered text; see :meth:`PromptEncoder.encode`."""
@@ -121,7 +126,7 @@ class ChatTemplate:
         probe = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "Hi"}]
         try:
             return _PROBE in self._render(probe, None, {"add_generation_prompt": True})
-        except (_Refused, UnsupportedModel):
+        except (TemplateRefusal, UnsupportedModel):
             return False
 
     @cached_property
@@ -159,10 +164,8 @@ class ChatTemplate:
             return render_template(
                 self.source, context | {"messages": messages}, now=now or datetime.now().astimezone()
             )
-        except TemplateRefusal as error:
-            raise _Refused(
-                f"The model's chat template doesn't take these messages: {_one_line(error)}"
-            ) from error
+        except TemplateRefusal:
+            raise
         except TemplateLimitExceeded as error:
             raise UnsupportedModel(
                 f"The model's chat template was stopped because {_one_line(error)}; use another model."
@@ -171,10 +174,6 @@ class ChatTemplate:
             raise UnsupportedModel(
                 f"The model's chat template doesn't work ({_one_line(error)}); use another model."
             ) from error
-
-
-class _Refused(InvalidOption, TemplateRefusal):
-    """A template's own refusal, as a sentence for the user."""
 
 
 def encode_messages(

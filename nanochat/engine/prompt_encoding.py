@@ -9,9 +9,10 @@ Knows tokenizers; nothing of templates or messages.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ GUARD = "\ufdd0"
 """Stands inside a guarded control token."""
 PLACEHOLDER = "\ufdd1"
 """Encloses the number of a message whose token ids stand for its text."""
+_NOTHING = "(?!)"  # a pattern that never matches
 _RESERVED = re.compile(f"[{GUARD}{PLACEHOLDER}\ud800-\udfff]")  # lone surrogates can't be encoded either
 
 
@@ -82,31 +84,48 @@ class PromptEncoder:
         """
         if not text:
             return []
-        context = self._scanner.last_piece(before)
-        ids, starts, ends = self._encode(context + text)
+        context = self._scanner.context(before)
+        ids, offsets = self._encode(context + text)
         if not context:
             return ids
-        first = bisect_right(starts, len(context) - 1)
-        if first and ends[first - 1] > len(context):  # a token reaches across
+        first = bisect_left(offsets, len(context), key=lambda offset: offset[0])
+        if first and offsets[first - 1][1] > len(context):  # a token reaches across
             return self._encode(text)[0]
         return ids[first:]
 
-    def _encode(self, text: str) -> tuple[list[int], list[int], list[int]]:
-        """Ids, and the character at which each begins and ends."""
+    def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids, and the characters from which to which each reaches in the text without guards."""
         if GUARD not in text:
             encoding = self._backend.encode(text, add_special_tokens=False)
-            offsets = encoding.offsets
-            ids = encoding.ids
             # A normalizer may make a control token of something that isn't written as one.
-            if sum(token_id in self._control_ids for token_id in ids) == len(self._any_control.findall(text)):
-                return ids, [start for start, _ in offsets], [end for _, end in offsets]
+            found = sum(token_id in self._control_ids for token_id in encoding.ids)
+            if found == len(self._any_control.findall(text)):
+                return encoding.ids, encoding.offsets
         return self._encode_guarded(text)
 
-    def _encode_guarded(self, text: str) -> tuple[list[int], list[int], list[int]]:
+    def _encode_guarded(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The tokenizer's own pipeline, step by step, with our choice of which added tokens count."""
+        plain, spans = self._scanner.scan(text)
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        remaining = iter(spans)
+        span = next(remaining, None)
+        for piece, (start, end) in self._pre_tokenize(plain, spans):
+            while span is not None and start >= span.end:
+                span = next(remaining, None)
+            if span is None or start < span.start:
+                tokens = self._plain_ids(piece)
+                ids += tokens
+                offsets += [(start, end)] * len(tokens)
+            elif not offsets or offsets[-1] != (span.start, span.end):
+                ids.append(span.token_id)
+                offsets.append((span.start, span.end))
+        return ids, offsets
+
+    def _pre_tokenize(self, plain: str, spans: Sequence[_Span]) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Normalized pieces with their characters in ``plain``; none reaches across the edge of a span."""
         from tokenizers import NormalizedString, PreTokenizedString
 
-        plain, spans = self._scanner.scan(text)
         cuts = [0, *(edge for span in spans for edge in (span.start, span.end)), len(plain)]
 
         def split(_: int, whole: NormalizedString) -> list[NormalizedString]:
@@ -119,25 +138,8 @@ class PromptEncoder:
             pieces.normalize(self._backend.normalizer.normalize)
         if self._backend.pre_tokenizer is not None:
             self._backend.pre_tokenizer.pre_tokenize(pieces)
-        ids: list[int] = []
-        starts: list[int] = []
-        ends: list[int] = []
-        remaining = iter([*spans, _Span(len(plain) + 1, len(plain) + 1, -1)])
-        span = next(remaining)
-        for piece, (start, end), _ in pieces.get_splits("original", "char"):
-            while start >= span.end:
-                span = next(remaining)
-            if start >= span.start:
-                if not starts or starts[-1] < span.start:
-                    ids.append(span.token_id)
-                    starts.append(span.start)
-                    ends.append(span.end)
-                continue
-            tokens = self._plain_ids(piece)
-            ids += tokens
-            starts += [start] * len(tokens)
-            ends += [end] * len(tokens)
-        return ids, starts, ends
+        for piece, offsets, _ in pieces.get_splits("original", "char"):
+            yield piece, offsets
 
     def _plain_ids(self, piece: str) -> list[int]:
         """Ids of one pre-tokenized piece; never a control token's."""
@@ -163,19 +165,10 @@ class _Span:
 class _Scanner:
     """Finds added tokens in rendered text, the way the backend does: leftmost, then longest."""
 
-    def __init__(self, added: dict[int, Any], control_tokens: frozenset[str]) -> None:
+    def __init__(self, added: Mapping[int, Any], control_tokens: frozenset[str]) -> None:
+        self._tokens = {token.content: token for token in added.values() if token.content}
         self._id_of = {token.content: token_id for token_id, token in added.items() if token.content}
-        longest_first = sorted(
-            (token for token in added.values() if token.content), key=_length, reverse=True
-        )
-        guarded = "|".join(
-            re.escape(_guarded(token.content)) for token in longest_first if token.content in control_tokens
-        )
-        written = "|".join(
-            (r"\s*" if token.lstrip else "") + re.escape(token.content) + (r"\s*" if token.rstrip else "")
-            for token in longest_first
-        )
-        self._pattern = re.compile(f"(?P<guarded>{guarded or '(?!)'})|(?P<written>{written or '(?!)'})")
+        self._control_tokens = control_tokens
 
     def scan(self, text: str) -> tuple[str, list[_Span]]:
         """The text without guards, and the added tokens in it."""
@@ -184,24 +177,36 @@ class _Scanner:
         length = position = 0
         for match in self._pattern.finditer(text):
             parts.append(text[position : match.start()].replace(GUARD, ""))
-            length += len(parts[-1])
             parts.append(match[0].replace(GUARD, ""))
-            if match["written"] is not None:
-                token_id = self._id_of.get(match[0], self._id_of.get(match[0].strip()))
-                if token_id is not None:
-                    spans.append(_Span(length, length + len(match[0]), token_id))
-            length += len(parts[-1])
+            start = length + len(parts[-2])
+            length = start + len(parts[-1])
+            if match.lastgroup == "written":
+                content = match[0] if match[0] in self._id_of else match[0].strip()
+                spans.append(_Span(start, length, self._id_of[content]))
             position = match.end()
         parts.append(text[position:].replace(GUARD, ""))
         return "".join(parts), spans
 
-    def last_piece(self, text: str) -> str:
-        """An added token that the text ends with, or its last character."""
-        text = text[-256:]
-        for match in self._pattern.finditer(text):
-            if match.end() == len(text) and match["written"] is not None:
-                return match[0]
-        return text[-1:].replace(GUARD, "")
+    def context(self, text: str) -> str:
+        """What of a text matters to the encoding of the text after it: its last token or character."""
+        ending = max((token for token in self._control_tokens if text.endswith(token)), key=len, default="")
+        return ending or text[-1:].replace(GUARD, "")
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self._tokens, key=len, reverse=True)
+        guarded = "|".join(
+            re.escape(_guarded(text)) for text in longest_first if text in self._control_tokens
+        )
+        written = "|".join(_written(self._tokens[text]) for text in longest_first)
+        return re.compile(f"(?P<guarded>{guarded or _NOTHING})|(?P<written>{written or _NOTHING})")
+
+
+def _written(token: Any) -> str:
+    """The pattern of an added token, with the neighbouring space that it swallows."""
+    word = r"\b" if token.single_word else ""
+    before, after = (r"\s*" if token.lstrip else ""), (r"\s*" if token.rstrip else "")
+    return f"{before}{word}{re.escape(token.content)}{word}{after}"
 
 
 def _is_control(content: str, template_text: str) -> bool:
@@ -214,13 +219,9 @@ def _guarded(token: str) -> str:
     return GUARD + token if len(token) == 1 else token[0] + GUARD + token[1:]
 
 
-def _length(token: Any) -> int:
-    return len(token.content)
-
-
 def _alternatives(tokens: set[str] | frozenset[str]) -> re.Pattern[str]:
     """A pattern for any of the tokens, the longest first; it matches nothing when there is none."""
-    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or _NOTHING)
 
 
 def placeholders(rendered: str) -> Iterator[str | int]:

@@ -93,6 +93,7 @@ def render_template(
     return "".join(pieces)
 
 
+@lru_cache(maxsize=16)
 def literal_text(source: str) -> str:
     """The texts written in a template, joined by NUL; empty when it doesn't parse."""
     try:
