@@ -20,11 +20,13 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder, as ``AutoTokenizer`` would give it.
+    """The tokenizer of a model folder.
 
-    ``tokenizer.json`` holds the whole tokenizer, so it is read directly, at about half of the import and
-    load time of ``AutoTokenizer``; a folder with only older files goes through ``AutoTokenizer``. Code that
-    comes with the model (``trust_remote_code``) is never run.
+    ``tokenizer.json`` holds the whole tokenizer as the model was trained with it, so it is read as it
+    stands. ``AutoTokenizer`` gives the same for most families at twice the import time; for some classes
+    (``GPT2Tokenizer``, ``LlamaTokenizer``) it keeps only the vocabulary and rebuilds the steps around it,
+    which loses for instance SmolLM2's splitting of digits. A folder with only older files goes through it
+    all the same. Code that comes with the model (``trust_remote_code``) is never run.
 
     Raises:
         ModelNotFound: the folder or its tokenizer files aren't there.
@@ -42,10 +44,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     except BaseException as error:
         if not _is_load_failure(error):
             raise
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UnsupportedModel(
-            f"The tokenizer in {folder} can't be read ({reason}); fetch the model again or choose another."
-        ) from error
+        raise UnsupportedModel(_why_unusable(folder, error)) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedModel(
@@ -54,6 +53,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     # Settings of the training run, which may lie in tokenizer.json, must not cut or pad prompts.
     backend.no_truncation()
     backend.no_padding()
+    # The engine says in its own words when a prompt is too long; a log line would garble the screen.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
 
@@ -67,6 +68,14 @@ def _load_with_auto(folder: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+
+
+def _why_unusable(folder: Path, error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return f"The tokenizer in {folder} needs code that comes with the model, which is never run."
+    reason = "".join(filter(str.isprintable, text))[:200] or type(error).__name__
+    return f"The tokenizer in {folder} can't be read ({reason}); fetch the model again or choose another."
 
 
 def _is_load_failure(error: BaseException) -> bool:
