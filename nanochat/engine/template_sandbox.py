@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Environment, Template, TemplateError, nodes, pass_context
+from jinja2 import Environment, Template, TemplateError, filters, nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -31,6 +31,7 @@ _MAX_SOURCE_CHARACTERS = 1 << 20
 _MAX_PADDING = 10_000
 _MAX_INTEGER_BITS = 4096
 _LONG_NUMBER = re.compile(r"\d{5}|\*")
+_NESTED_FIELD = re.compile(r"\{[^{}]+\{")
 # Filters that exist to make long texts out of short ones; chat templates have no use for them.
 _REMOVED_FILTERS = (
     *("batch", "center", "filesizeformat", "format", "pprint", "random", "round", "slice"),
@@ -158,6 +159,19 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             _check_method(budget, __obj.__self__, getattr(__obj, "__name__", ""), args)
         return __self._sized(__context, super().call(__context, __obj, *args, **kwargs))
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        formatted = super().wrap_str_format(value)
+        if formatted is None:
+            return None
+        pattern = value.__self__
+
+        def limited(*args: Any, **kwargs: Any) -> str:
+            if _LONG_NUMBER.search(pattern) or _NESTED_FIELD.search(pattern):
+                raise TemplateLimitExceeded("a format is too wide")
+            return formatted(*args, **kwargs)
+
+        return limited
+
     def _sized(self, context: Context, value: Any) -> Any:
         if isinstance(value, (str, list, tuple)):
             context.parent[_BUDGET].check_size(len(value))
@@ -179,8 +193,6 @@ def _check_method(budget: _Budget, text: str, name: str, args: tuple[Any, ...]) 
     too_wide = any(isinstance(value, int) and value > _MAX_PADDING for value in args)
     if name in _PADDING_METHODS and too_wide:
         raise TemplateLimitExceeded("a padding is too wide")
-    if name in ("format", "format_map") and (too_wide or _LONG_NUMBER.search(text)):
-        raise TemplateLimitExceeded("a format is too wide")
     if name == "translate":
         raise SecurityError("translate isn't available to chat templates")
     if name == "replace" and len(args) >= 2:
@@ -281,31 +293,31 @@ def _to_json(
     )
 
 
-def _limited_filters(originals: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """The filters that can multiply a text, with a check in front."""
+@pass_context
+def _replace(context: Context, text: Any, old: str, new: str, count: int | None = None) -> str:
+    _check_replacement(context.parent[_BUDGET], str(text), old, new)
+    return filters.do_replace(context.eval_ctx, text, old, new, count)
 
-    @pass_context
-    def replace(context: Context, text: Any, old: str, new: str, count: int | None = None) -> str:
-        _check_replacement(context.parent[_BUDGET], str(text), old, new)
-        return originals["replace"](context.eval_ctx, text, old, new, count)
 
-    @pass_context
-    def join(context: Context, value: Any, d: Any = "", attribute: Any = None) -> str:
-        items = list(value)
-        context.parent[_BUDGET].check_size(len(str(d)) * len(items))
-        return originals["join"](context, items, d, attribute)
+@pass_context
+def _join(context: Context, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
+    items = list(value)
+    context.parent[_BUDGET].check_size(len(str(d)) * len(items))
+    joined = filters.sync_do_join(context.eval_ctx, items, d, attribute)
+    context.parent[_BUDGET].check_size(len(joined))
+    return joined
 
-    def indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-        if (width if isinstance(width, int) else len(width)) > 1000:
-            raise TemplateLimitExceeded("an indent is too wide")
-        return originals["indent"](text, width, first, blank)
 
-    @pass_context
-    def sized(context: Context, text: Any) -> Any:
-        context.parent[_BUDGET].check_size(len(text))
-        return text
+def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    if (width if isinstance(width, int) else len(width)) > 1000:
+        raise TemplateLimitExceeded("an indent is too wide")
+    return filters.do_indent(text, width, first, blank)
 
-    return {"replace": replace, "join": join, "indent": indent, "sized": sized}
+
+@pass_context
+def _sized(context: Context, text: str) -> str:
+    context.parent[_BUDGET].check_size(len(text))
+    return text
 
 
 @lru_cache(maxsize=1)
@@ -314,8 +326,7 @@ def _environment() -> Environment:
     environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_GenerationBlock, loopcontrols]
     )
-    environment.filters.update(_limited_filters(dict(environment.filters)))
-    environment.filters["tojson"] = _to_json
+    environment.filters.update(replace=_replace, join=_join, indent=_indent, sized=_sized, tojson=_to_json)
     for name in _REMOVED_FILTERS:
         del environment.filters[name]
     del environment.globals["lipsum"]
