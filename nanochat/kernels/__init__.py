@@ -8,9 +8,11 @@ tokens, ``M`` entries of a block table. All math is float32; results have the ar
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 
-from nanochat.kernels import reference
+from nanochat.kernels import checks, cpu, reference
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 
 __all__ = [
@@ -27,6 +29,11 @@ __all__ = [
 ]
 
 
+def _backend(tensor: torch.Tensor) -> ModuleType:
+    """The module whose functions are fastest where ``tensor`` lies."""
+    return cpu if tensor.device.type == "cpu" else reference
+
+
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -41,7 +48,8 @@ def rms_norm(
     ``plus_one`` (Gemma). Returns ``(normed, new_residual)``, both ``[T, hidden]`` of ``x``'s type;
     ``new_residual`` is the sum that was normed, and is ``x`` itself when ``residual`` is None.
     """
-    return reference.rms_norm(x, weight, eps, residual, plus_one=plus_one)
+    checks.check_rms_norm(x, weight, residual)
+    return _backend(x).rms_norm(x, weight, eps, residual, plus_one=plus_one)
 
 
 def rope(
@@ -61,17 +69,22 @@ def rope(
     (cosines, then sines), ``q_norm``, ``k_norm`` ``[D]``. Pairs are ``(i, i + rotary_dim / 2)``, as in
     GPT-NeoX. Returns new ``(q, k)`` of the same shapes and types. Source: arXiv:2104.09864.
     """
-    return reference.rope(q, k, positions, cos_sin, q_norm=q_norm, k_norm=k_norm, eps=eps, plus_one=plus_one)
+    checks.check_rope(q, k, positions, cos_sin, q_norm, k_norm)
+    return _backend(q).rope(
+        q, k, positions, cos_sin, q_norm=q_norm, k_norm=k_norm, eps=eps, plus_one=plus_one
+    )
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` of ``gate_up [T, 2I]`` (gate first); returns ``[T, I]``."""
-    return reference.silu_mul(gate_up)
+    checks.check_gate_up(gate_up)
+    return _backend(gate_up).silu_mul(gate_up)
 
 
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``gelu(gate) * up``, in GELU's tanh approximation, of ``gate_up [T, 2I]`` (gate first): ``[T, I]``."""
-    return reference.gelu_tanh_mul(gate_up)
+    checks.check_gate_up(gate_up)
+    return _backend(gate_up).gelu_tanh_mul(gate_up)
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.Tensor) -> None:
@@ -82,7 +95,8 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.T
     and clamped to ±127. A zero vector stays zero, as does one so small that its scale rounds to 0. NaN is
     stored as 0, an infinity as ±127.
     """
-    reference.store_kv(k, v, cache, slots)
+    checks.check_store_kv(k, v, cache, slots)
+    _backend(k).store_kv(k, v, cache, slots)
 
 
 def attention(
@@ -99,9 +113,11 @@ def attention(
     This step's own K/V is already in the cache. Query ``i`` of a row with ``n`` queries and context length
     ``L`` sits at position ``p = L - n + i`` and sees positions ``<= p``; with a ``window`` above 0, only
     ``p - window + 1 .. p``. Scores are ``q·k * scale``; with a ``softcap`` above 0 they become
-    ``softcap * tanh(score / softcap)``. A row of context length 0 (padding) gives zeros.
+    ``softcap * tanh(score / softcap)``. A row of context length 0 (padding), and a token of no row, give
+    zeros. Only slots of the rows' contexts are read.
     """
-    return reference.attention(q, cache, batch, scale=scale, window=window, softcap=softcap)
+    checks.check_attention(q, cache, batch, window, softcap)
+    return _backend(q).attention(q, cache, batch, scale=scale, window=window, softcap=softcap)
 
 
 def decode_attention(
@@ -114,10 +130,15 @@ def decode_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """`attention` for rows of one query token: ``q [R, H, D]``, ``block_tables [R, M]``, ``context_lens [R]``."""
-    return reference.decode_attention(
-        q, cache, block_tables, context_lens, scale=scale, window=window, softcap=softcap
-    )
+    """`attention` for rows of one query each, without a prepared batch.
+
+    ``q [R, H, D]``, ``block_tables [R, M]`` int32, ``context_lens [R]`` int32; returns ``[R, H, D]``.
+    """
+    rows = q.shape[0]
+    starts = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
+    longest = block_tables.shape[-1] * cache.block_size
+    batch = AttentionBatch(rows, block_tables, context_lens, starts, 1, longest)
+    return attention(q, cache, batch, scale=scale, window=window, softcap=softcap)
 
 
 def prefill_attention(
@@ -131,11 +152,11 @@ def prefill_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """`attention` for rows of any number of query tokens: row ``r`` owns ``q[starts[r]:starts[r + 1]]``.
+    """`attention` for rows of any number of queries, without a prepared batch.
 
-    ``q [T, H, D]``, ``block_tables [R, M]``, ``context_lens [R]``, ``query_starts [R + 1]`` int32. Tokens
-    that belong to no row give zeros.
+    ``q [T, H, D]``, ``block_tables [R, M]``, ``context_lens [R]``, ``query_starts [R + 1]``, all int32; row
+    ``r`` owns ``q[query_starts[r]:query_starts[r + 1]]``. Returns ``[T, H, D]``.
     """
-    return reference.prefill_attention(
-        q, cache, block_tables, context_lens, query_starts, scale=scale, window=window, softcap=softcap
-    )
+    longest = block_tables.shape[-1] * cache.block_size
+    batch = AttentionBatch(0, block_tables, context_lens, query_starts, q.shape[0], longest)
+    return attention(q, cache, batch, scale=scale, window=window, softcap=softcap)

@@ -17,7 +17,7 @@ from nanochat.kernels.cache import AttentionBatch, LayerCache
 
 INT8_MAX = 127.0
 FLOAT16_MAX = 65504.0
-_JUST_BELOW_HALF = 0.49999997  # the float32 before 0.5: adding 0.5 itself would round 0.49999997 up to 1
+JUST_BELOW_HALF = 0.49999997  # the float32 before 0.5: adding 0.5 itself would round 0.49999997 up to 1
 
 
 def rms_norm(
@@ -80,10 +80,10 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``x [..., D]`` to int8 ``[..., D]`` and float16 scales ``[...]``, as `nanochat.kernels.store_kv` says."""
     x = x.float().nan_to_num(nan=0.0, posinf=float("inf"), neginf=float("-inf"))
     scale = (x.abs().amax(-1) / INT8_MAX).clamp(max=FLOAT16_MAX).half()
-    # A vector too small for a float16 scale is stored as zeros; 1 only keeps the division defined.
-    divisor = torch.where(scale > 0, scale.float(), 1.0).unsqueeze(-1)
+    # A vector too small for a float16 scale is stored as zeros.
+    divisor = torch.where(scale > 0, scale.float(), float("inf")).unsqueeze(-1)
     scaled = (x / divisor).clamp(-INT8_MAX, INT8_MAX)
-    rounded = torch.trunc(scaled + torch.copysign(torch.tensor(_JUST_BELOW_HALF), scaled))
+    rounded = torch.trunc(scaled + torch.copysign(torch.tensor(JUST_BELOW_HALF), scaled))
     return rounded.to(torch.int8), scale
 
 
@@ -140,46 +140,6 @@ def attend(
     return torch.einsum("kgnl,lkd->nkgd", weights, v).flatten(1, 2)
 
 
-def decode_attention(
-    q: torch.Tensor,
-    cache: LayerCache,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> torch.Tensor:
-    """See `nanochat.kernels.decode_attention`."""
-    query_starts = torch.arange(q.shape[0] + 1)
-    return prefill_attention(
-        q, cache, block_tables, context_lens, query_starts, scale=scale, window=window, softcap=softcap
-    )
-
-
-def prefill_attention(
-    q: torch.Tensor,
-    cache: LayerCache,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    query_starts: torch.Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> torch.Tensor:
-    """See `nanochat.kernels.prefill_attention`."""
-    out = torch.zeros_like(q)
-    starts = query_starts.tolist()
-    for row, context_len in enumerate(context_lens.tolist()):
-        if context_len == 0:
-            continue
-        tokens = slice(starts[row], starts[row + 1])
-        k, v = read_kv(cache, block_tables[row], context_len)
-        out[tokens] = attend(q[tokens], k, v, scale=scale, window=window, softcap=softcap).to(q.dtype)
-    return out
-
-
 def attention(
     q: torch.Tensor,
     cache: LayerCache,
@@ -190,13 +150,12 @@ def attention(
     softcap: float = 0.0,
 ) -> torch.Tensor:
     """See `nanochat.kernels.attention`."""
-    return prefill_attention(
-        q,
-        cache,
-        batch.block_tables,
-        batch.context_lens,
-        batch.query_starts,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-    )
+    out = torch.zeros_like(q)
+    starts = batch.query_starts.tolist()
+    for row, context_len in enumerate(batch.context_lens.tolist()):
+        if context_len == 0:
+            continue
+        tokens = slice(starts[row], starts[row + 1])
+        k, v = read_kv(cache, batch.block_tables[row], context_len)
+        out[tokens] = attend(q[tokens], k, v, scale=scale, window=window, softcap=softcap).to(q.dtype)
+    return out
