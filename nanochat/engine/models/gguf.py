@@ -19,7 +19,7 @@ from nanochat.engine.models.gguf_tensors import plan_tensors, write_safetensors
 from nanochat.engine.models.gguf_tokenizer import write_tokenizer
 from nanochat.engine.models.weights import check_tensors
 from nanochat.engine.progress import Progress, ProgressCallback, ignore_progress
-from nanochat.errors import ModelNotFound, NanochatError
+from nanochat.errors import ModelNotFound, NanochatError, NotEnoughMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,9 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
     ),
 }
 
+_LONGEST_ARRAY = 2**22
+"""Entries; no vocabulary is nearly as large, and reading each takes microseconds and a hundred bytes."""
+
 _GEMMA3_LOCAL_LAYERS = 6
 """Every sixth layer is a full one."""
 _GEMMA3_27B_LAYERS = 62
@@ -66,11 +69,16 @@ def convert_gguf(source: Path, target: Path, progress: ProgressCallback = ignore
     Raises:
         ModelNotFound: the file can't be read, is cut short or damaged.
         UnsupportedModel: its architecture, tensor types or tokenizer can't be run.
+        NotEnoughMemory: even a block of a tensor doesn't fit.
     """
     try:
         _convert(source, target, progress)
-    except (NanochatError, MemoryError):
+    except NanochatError:
         raise
+    except MemoryError as error:
+        raise NotEnoughMemory(
+            f"There is too little memory to convert {source}. Close other programs."
+        ) from error
     except OSError as error:
         raise ModelNotFound(f"{source} can't be converted: {error.strerror or error}.") from error
     except Exception as error:  # the reader has no error of its own: what it raises depends on the damage
@@ -80,14 +88,14 @@ def convert_gguf(source: Path, target: Path, progress: ProgressCallback = ignore
 
 
 def _convert(source: Path, target: Path, progress: ProgressCallback) -> None:
-    from gguf import GGUFReader
-
     progress(Progress("Reading the GGUF file"))
     with source.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ModelNotFound(f"{source} is not a GGUF file.")
-    reader = GGUFReader(source)
+    reader = _open(source)
     metadata = ConfigReader({name: field.contents() for name, field in reader.fields.items()}, source)
+    if metadata.integer("split.count", 0, 2**16, default=1) > 1:
+        raise metadata.error("it is one part of a split model; join the parts with llama-gguf-split --merge")
     architecture = _architecture(metadata)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     raw_config = _config(metadata, architecture, tensors)
@@ -97,6 +105,26 @@ def _convert(source: Path, target: Path, progress: ProgressCallback) -> None:
     check_tensors(source, config, {output.name: output.stored(source) for output in outputs})
     write_tokenizer(metadata, target)
     write_safetensors(target / "model.safetensors", outputs, progress)
+
+
+def _open(source: Path) -> Any:
+    from gguf import GGUFReader, GGUFValueType
+
+    class BoundedReader(GGUFReader):
+        """Stops at the end of the file, where the library's own would read on through an endless array."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            part = super()._get(offset, dtype, count, override_order)
+            if len(part) < count:
+                raise EOFError(f"the file ends before byte {offset}")
+            return part
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type == GGUFValueType.ARRAY and self._get(orig_offs + 4, "u8")[0] > _LONGEST_ARRAY:
+                raise ValueError("an array is too long")
+            return super()._get_field_parts(orig_offs, raw_type)
+
+    return BoundedReader(source)
 
 
 def _architecture(metadata: ConfigReader) -> _Architecture:

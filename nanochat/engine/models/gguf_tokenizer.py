@@ -89,7 +89,7 @@ def write_tokenizer(metadata: ConfigReader, target: Path) -> None:
         tokenizer, adds_bos = _sentencepiece(metadata, vocabulary)
     else:
         raise metadata.error(f"its tokenizer is of the kind {kind[:40]!r}; supported: gpt2, llama")
-    vocabulary.add_special_tokens(tokenizer)
+    vocabulary.add_special_tokens(tokenizer, spaces_as_blocks=kind == "llama")
     bos, eos = vocabulary.special("bos"), vocabulary.special("eos")
     adds_bos = metadata.flag("tokenizer.ggml.add_bos_token", default=adds_bos) and bos is not None
     adds_eos = metadata.flag("tokenizer.ggml.add_eos_token") and eos is not None
@@ -142,16 +142,15 @@ class _Vocabulary:
             raise self._metadata.error("its vocabulary holds a token twice")
         return ids
 
-    def add_special_tokens(self, tokenizer: Tokenizer) -> None:
-        """Make control tokens and user-defined ones indivisible; only the former are left out of text."""
-        marked = zip(self.tokens, self.types, strict=True)
-        tokenizer.add_tokens(
-            [
-                AddedToken(token, special=kind == _TokenType.CONTROL, normalized=False)
-                for token, kind in marked
-                if kind in (_TokenType.CONTROL, _TokenType.USER_DEFINED) and token
-            ]
-        )
+    def add_special_tokens(self, tokenizer: Tokenizer, *, spaces_as_blocks: bool) -> None:
+        """Make control and user-defined tokens indivisible; only the former are left out of decoded text."""
+        added = []
+        for token, kind in zip(self.tokens, self.types, strict=True):
+            if kind not in (_TokenType.CONTROL, _TokenType.UNKNOWN, _TokenType.USER_DEFINED) or not token:
+                continue
+            text = token.replace(" ", _SPACE) if spaces_as_blocks else token
+            added.append(AddedToken(text, special=kind != _TokenType.USER_DEFINED, normalized=False))
+        tokenizer.add_tokens(added)
 
     def special_id(self, name: str) -> int | None:
         """The id under ``tokenizer.ggml.<name>_token_id``."""
@@ -233,16 +232,23 @@ def _sentencepiece(metadata: ConfigReader, vocabulary: _Vocabulary) -> tuple[Tok
 
 
 def _merges(ids: dict[str, int], scores: tuple[float, ...], types: tuple[int, ...]) -> list[tuple[str, str]]:
-    """SentencePiece merges the pair whose joint token scores best; as a ranked list of all such pairs."""
+    """SentencePiece merges the pair whose joint token scores best; as a ranked list of all such pairs.
+
+    User-defined tokens (Gemma's runs of spaces) come before any merge there, the longest first.
+    """
     unmergeable = (_TokenType.UNKNOWN, _TokenType.CONTROL, _TokenType.UNUSED, _TokenType.BYTE)
-    ranked: list[tuple[float, int, int, int]] = []
+    ranked: list[tuple[float, float, int, int]] = []
     tokens = list(ids)
     for token, index in ids.items():
         if types[index] in unmergeable:
             continue
         for cut in range(1, len(token)):
             left, right = ids.get(token[:cut]), ids.get(token[cut:])
-            if left is not None and right is not None:
+            if left is None or right is None:
+                continue
+            if types[index] == _TokenType.USER_DEFINED:
+                ranked.append((float("-inf"), -cut, left, right))
+            else:
                 ranked.append((-scores[index], index, left, right))
     return [(tokens[left], tokens[right]) for _, _, left, right in sorted(ranked)]
 
