@@ -216,15 +216,12 @@ class _Instrumentation(NodeTransformer):
             node.test = nodes.And(_call("spend"), node.test, lineno=node.lineno)
         return node
 
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:  # noqa: N802
+    def visit_Macro(self, node: nodes.Macro | nodes.CallBlock) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         node.body.insert(0, nodes.ExprStmt(_call("spend"), lineno=node.lineno))
         return node
 
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_call("spend"), lineno=node.lineno))
-        return node
+    visit_CallBlock = visit_Macro  # noqa: N815
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
