@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from nanochat.engine.chat_template import ChatTemplate
 from nanochat.engine.detokenizer import Detokenizer
 from nanochat.engine.prompt_encoding import placeholders
-from nanochat.errors import InvalidOption
+from nanochat.errors import InvalidOption, UnsupportedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,6 +72,16 @@ class Conversation:
         self.started = started or datetime.now().astimezone()
 
     @property
+    def template_kwargs(self) -> Mapping[str, Any]:
+        """Variables for the template; assign a new mapping to change them."""
+        return MappingProxyType(self._template_kwargs)
+
+    @template_kwargs.setter
+    def template_kwargs(self, value: Mapping[str, Any]) -> None:
+        self._template_kwargs = dict(value)
+        self._seam: _Seam | None = None
+
+    @property
     def messages(self) -> tuple[Message, ...]:
         """All messages but the system prompt, oldest first."""
         return tuple(self._messages)
@@ -85,11 +96,16 @@ class Conversation:
         self._messages.append(Message("user", text))
 
     def add_assistant(self, output: RequestOutput | str) -> None:
-        """Append an answer: an output with its token ids, whatever ended it, or a bare text."""
-        if isinstance(output, str):
-            self._messages.append(Message("assistant", output))
+        """Append an answer: an output with its token ids, whatever ended it, or a bare text.
+
+        All of the output's ids stay in the context, also those of a stop string that isn't in its text.
+        """
+        if isinstance(output, str) or not output.token_ids:
+            text = output if isinstance(output, str) else output.text
+            self._messages.append(Message("assistant", text))
         else:
-            self._messages.append(Message("assistant", output.text, tuple(output.token_ids), self._opener()))
+            opener = self._find_seam().in_prompt
+            self._messages.append(Message("assistant", output.text, tuple(output.token_ids), opener))
 
     def truncate(self, num_messages: int) -> None:
         """Keep the first messages only, to answer again or to send another text instead.
@@ -119,7 +135,7 @@ class Conversation:
         return {
             "system": self.system,
             "keep_reasoning": self.keep_reasoning,
-            "template_kwargs": dict(self.template_kwargs),
+            "template_kwargs": dict(self._template_kwargs),
             "started": self.started.isoformat(),
             "messages": [
                 {
@@ -140,20 +156,20 @@ class Conversation:
             InvalidOption: it isn't such a description.
         """
         try:
+            system = stored["system"]
             chat = cls(
                 tokenizer,
-                stored["system"],
+                None if system is None else _text(system),
                 keep_reasoning=bool(stored["keep_reasoning"]),
                 template_kwargs=stored["template_kwargs"],
                 started=datetime.fromisoformat(stored["started"]),
             )
             for message in stored["messages"]:
-                ids = message["token_ids"]
-                token_ids = None if ids is None else tuple(map(int, ids))
+                token_ids = tuple(map(int, message["token_ids"] or ())) or None
                 if message["role"] not in ("user", "assistant"):
                     raise ValueError(f"role {message['role']!r}")
                 chat._messages.append(
-                    Message(message["role"], str(message["content"]), token_ids, str(message["opener"]))
+                    Message(message["role"], _text(message["content"]), token_ids, _text(message["opener"]))
                 )
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidOption(f"The stored chat is damaged ({error!r}).") from error
@@ -179,7 +195,7 @@ class Conversation:
                 before = piece
             else:
                 prompt += piece
-                before = self._tokenizer.decode(piece[-8:], clean_up_tokenization_spaces=False)
+                before = self._tokenizer.decode(list(piece[-8:]), clean_up_tokenization_spaces=False)
         self._encoded = encoded
         return prompt
 
@@ -187,29 +203,36 @@ class Conversation:
         """The prompt as texts to encode and ids to take over; a text never follows another one."""
         kept = [index for index, message in enumerate(self._messages) if message.token_ids is not None]
         texts, indices = self._split(kept)
-        if indices != kept:  # the template left an answer out, or moved it
-            yield self._render()
-            return
-        answers: list[_Answer] | None
-        if self.keep_reasoning:
-            messages = (self._messages[index] for index in kept)
-            answers = [_Answer(message.opener, message.token_ids or (), "") for message in messages]
-        else:
-            answers = self._align(texts, kept, self._render()) if kept else []
-        if answers is None:
+        answers = self._answers(texts, kept) if indices == kept else None
+        if answers is None:  # the template leaves answers out, or moves them
             yield self._render()
             return
         text = texts[0]
         for answer, following in zip(answers, texts[1:], strict=True):
-            text += answer.before
             if answer.token_ids:
+                text = text.removesuffix(answer.replaced) + answer.opener
                 if text:
                     yield text
                 yield answer.token_ids
                 text = ""
-            text += answer.after + self._without_repeated_end(answer, following)
+            text += answer.rest + self._without_repeated_end(answer, following)
         if text:
             yield text
+
+    def _answers(self, texts: Sequence[str], kept: Sequence[int]) -> list[_Answer] | None:
+        """What stands for the answers between ``texts``; None if the rendering isn't made that way."""
+        if not kept:
+            return []
+        seam = self._find_seam()
+        if self.keep_reasoning:
+            messages = [self._messages[index] for index in kept]
+            return [
+                _Answer(message.token_ids or (), replaced=seam.in_history, opener=message.opener)
+                for message in messages
+            ]
+        # A space that the template puts before an earlier answer is part of the answer's first token.
+        space = seam.in_history if seam.in_history.isspace() and not seam.in_prompt else ""
+        return self._align(texts, kept, self._render(), space)
 
     def _render(self, verbatim: Sequence[int] = ()) -> str:
         messages: list[dict[str, str]] = []
@@ -221,7 +244,7 @@ class Conversation:
             messages,
             verbatim={index + shift for index in verbatim},
             now=self.started,
-            **self.template_kwargs,
+            **self._template_kwargs,
         )
 
     def _split(self, kept: Sequence[int]) -> tuple[list[str], list[int]]:
@@ -236,10 +259,9 @@ class Conversation:
                 indices.append(piece - shift)
         return texts, indices
 
-    def _ids(self, index: int) -> tuple[int, ...]:
-        return self._messages[index].token_ids or ()
-
-    def _align(self, texts: Sequence[str], kept: Sequence[int], rendered: str) -> list[_Answer] | None:
+    def _align(
+        self, texts: Sequence[str], kept: Sequence[int], rendered: str, space: str
+    ) -> list[_Answer] | None:
         """How the template renders each answer, found by walking along the real rendering.
 
         ``texts`` surround the answers. An answer that stands between its neighbours unchanged keeps its ids;
@@ -249,50 +271,59 @@ class Conversation:
             return None
         position = len(texts[0])
         answers = []
-        for number, index in enumerate(kept):
-            following = texts[number + 1]
-            content = self._template.guard(self._messages[index].content, "assistant")
+        for index, following in zip(kept, texts[1:], strict=True):
+            message = self._messages[index]
+            content = self._template.guard(message.content, "assistant")
             end = position + len(content)
             if rendered.startswith(content, position) and rendered.startswith(following, end):
-                answers.append(_Answer("", self._ids(index), ""))
+                answers.append(_Answer(message.token_ids or (), replaced=space))
             else:
                 end = rendered.find(following, position)
                 if end < 0:
                     return None
-                answers.append(self._common_part(index, content, rendered[position:end]))
+                rewritten = rendered[position:end]
+                count, length = self._common_part(message, content, rewritten)
+                ids = (message.token_ids or ())[:count]
+                answers.append(_Answer(ids, replaced=space, rest=rewritten[length:]))
             position = end + len(following)
         return answers if position == len(rendered) else None
 
-    def _common_part(self, index: int, content: str, rewritten: str) -> _Answer:
-        """The ids of an answer up to where the template's form of it differs, and the rest as text."""
+    def _common_part(self, message: Message, content: str, rewritten: str) -> tuple[int, int]:
+        """How many of an answer's ids, and their characters, are the beginning of what it became."""
         common = _common_length(content, rewritten)
-        ids, decoder = self._ids(index), Detokenizer(self._tokenizer)
-        count = length = 0
-        if common:
-            for number, token_id in enumerate(ids, start=1):
-                decoder.push((token_id,))
-                if len(decoder.text) > common:
-                    break
-                if decoder.text == content[: len(decoder.text)]:
-                    count, length = number, len(decoder.text)
-        return _Answer("", ids[:count], rewritten[length:])
+        decoder = Detokenizer(self._tokenizer)
+        count = length = position = 0
+        for number, token_id in enumerate((message.token_ids or ()) if common else (), start=1):
+            piece = decoder.push((token_id,))
+            if position + len(piece) > common or not content.startswith(piece, position):
+                break
+            position += len(piece)
+            if piece and not decoder.is_waiting:
+                count, length = number, position
+        return count, length
 
-    def _opener(self) -> str:
-        """What the generation prompt has beyond the beginning of an earlier answer, such as ``<think>``."""
-        question: dict[str, str] = {"role": "user", "content": "Hi"}
-        answer: dict[str, str] = {"role": "assistant", "content": ""}
-        options: dict[str, Any] = {"now": self.started, **self.template_kwargs}
-        prompt = self._template.render([question], **options)
-        history = self._template.render([question, answer, question], verbatim={1}, **options)
-        beginning = str(next(placeholders(history)))
-        return prompt[len(beginning) :] if prompt.startswith(beginning) else ""
+    def _find_seam(self) -> _Seam:
+        """Where an answer begins: in the prompt that it answers, and in a later one."""
+        if self._seam is None:
+            question: dict[str, str] = {"role": "user", "content": "Hi"}
+            answer: dict[str, str] = {"role": "assistant", "content": "Hi"}
+            options: dict[str, Any] = {"now": self.started, **self._template_kwargs}
+            try:
+                prompt = self._template.render([question], **options)
+                history = self._template.render([question, answer, question], verbatim={1}, **options)
+            except (InvalidOption, UnsupportedModel):  # then the messages themselves will say so
+                prompt = history = ""
+            beginning = str(next(placeholders(history)))
+            common = _common_length(prompt, beginning)
+            self._seam = _Seam(prompt[common:], beginning[common:])
+        return self._seam
 
     def _without_repeated_end(self, answer: _Answer, following: str) -> str:
         """The text after an answer without the end-of-turn token that the answer already ends with."""
-        if not answer.token_ids or answer.after:
+        if not answer.token_ids or answer.rest:
             return following
         last = self._tokenizer.convert_ids_to_tokens(answer.token_ids[-1])
-        if isinstance(last, str) and last in self._template.control_tokens:
+        if last in self._template.control_tokens:
             stripped = following.lstrip()
             if stripped.startswith(last):
                 return stripped[len(last) :]
@@ -300,12 +331,31 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    """An earlier answer within a prompt."""
+class _Seam:
+    """How the text before an answer ends, from where its two forms differ."""
 
-    before: str
+    in_prompt: str
+    """In the prompt that it answers: ``<think>`` where the template opens the reasoning itself."""
+    in_history: str
+    """In the prompts of later turns: a space in the manner of Llama 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What stands for an earlier answer in a prompt: ids, then text."""
+
     token_ids: tuple[int, ...]
-    after: str
+    replaced: str = ""
+    """The ids take the place of this end of the text before them."""
+    opener: str = ""
+    """Text ahead of the ids."""
+    rest: str = ""
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} instead of text")
+    return value
 
 
 def _common_length(first: str, second: str) -> int:

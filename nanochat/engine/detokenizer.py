@@ -54,6 +54,11 @@ class Detokenizer:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the last token left a character unfinished."""
+        return self._decoder.is_waiting
+
     def push(self, token_ids: Sequence[int]) -> str:
         """Take generated ids and return the new text that is certain.
 
@@ -124,6 +129,10 @@ class _StopString:
 
 
 class _Decoder(Protocol):
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a token's text isn't certain yet."""
+
     def push(self, token_id: int) -> str:
         """Text that this token makes certain."""
 
@@ -171,6 +180,10 @@ class _ByteLevelDecoder:
         self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._byte_of = _byte_of_character()
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._utf8.getstate()[0] != b""
 
     def push(self, token_id: int) -> str:
         token = self._token_of(token_id)
@@ -237,6 +250,10 @@ class _SentencePieceDecoder:
         self._run = bytearray()
         self._run_is_invalid = False
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._run)
 
     def push(self, token_id: int) -> str:
         token = self._token_of(token_id)
@@ -308,6 +325,10 @@ class _WindowDecoder:
         self._skipped = skipped
         self._given: list[int] = []
         self._waiting: list[int] = []
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._waiting)
 
     def push(self, token_id: int) -> str:
         token = self._backend.id_to_token(token_id)
