@@ -1,0 +1,89 @@
+"""A Markdown text that grows, as terminal lines: each delta costs its open block, not the whole text.
+
+Block structure is decided line by line, so a top-level block followed by another can't change any
+more. Such closed blocks are laid out once; only the last one, still open, is parsed and laid out
+again. The lines always equal those of a fresh layout of the whole text. Knows nothing of widgets.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from nanochat.ui.markdown_layout import BLANK, Line, MarkdownLayout
+
+
+class MarkdownDocument:
+    """Append text, call :meth:`layout`, read :attr:`lines`."""
+
+    def __init__(self, source: str = "") -> None:
+        self.source = source
+        self.lines: list[Line] = []
+        self.width = 0
+        self._layout = MarkdownLayout()
+        self._open_start = 0
+        """Where in the source the open block begins."""
+        self._closed_lines = 0
+        """Lines of the closed blocks."""
+        self._is_current = False
+        self._new_line_came = True
+
+    def append(self, text: str) -> None:
+        """Add to the end. ``text`` must already be sanitised."""
+        self.source += text
+        self._is_current = False
+        self._new_line_came |= "\n" in text
+
+    def replace(self, source: str) -> None:
+        """Start over with another text, already sanitised."""
+        self.source = source
+        self._forget_layout()
+
+    def finish(self) -> None:
+        """No more text will come: let go of what only growing needs."""
+        self._layout.clear()
+
+    def layout(self, width: int) -> int:
+        """Bring :attr:`lines` up to date for a width in cells; returns the first line that may differ."""
+        if width != self.width:
+            self.width = width
+            self._forget_layout()
+        if self._is_current:
+            return len(self.lines)
+        first = self._closed_lines
+        if self._new_line_came:
+            self._close_blocks()
+            self._new_line_came = False
+        del self.lines[self._closed_lines :]
+        self._add(self.source[self._open_start :])
+        self._is_current = True
+        return first
+
+    def _close_blocks(self) -> None:
+        """Lay out for good every block that another one follows.
+
+        Judged by whole lines only: a line still being written may turn out to continue the block
+        before it (``#`` is a heading, ``#1`` is not).
+        """
+        whole = self.source[self._open_start : self.source.rfind("\n") + 1]
+        blocks = self._layout.parse(whole)
+        if len(blocks) < 2:
+            return
+        line_starts = [0, *accumulate(len(line) + 1 for line in whole.split("\n"))]
+        first_open = (blocks[-1].map or (0, 0))[0]
+        del self.lines[self._closed_lines :]
+        self._add(whole[: line_starts[first_open]])
+        self._closed_lines = len(self.lines)
+        self._open_start += line_starts[first_open]
+
+    def _add(self, source: str) -> None:
+        for block in self._layout.parse(source):
+            if self.lines:
+                self.lines.append(BLANK)
+            self.lines += self._layout.block(block, self.width)
+
+    def _forget_layout(self) -> None:
+        self.lines.clear()
+        self._open_start = 0
+        self._closed_lines = 0
+        self._is_current = False
+        self._new_line_came = True

@@ -1,0 +1,165 @@
+"""A widget that shows growing Markdown: it draws only the lines in view, and redraws only what changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from rich.cells import cell_len
+from rich.segment import Segment
+from textual.content import Content
+from textual.geometry import Region, Size
+from textual.selection import Selection
+from textual.strip import Strip
+from textual.style import Style
+from textual.widget import Widget
+
+from nanochat.ui.markdown_document import MarkdownDocument
+from nanochat.ui.markdown_layout import Line
+
+CURSOR = "▍"
+MAX_STRIPS = 1_000
+"""Drawn lines kept; more than any screen shows."""
+
+
+class MarkdownView(Widget):
+    """Shows a :class:`MarkdownDocument`. Text given to it must already be sanitised."""
+
+    STYLES: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("em", "strong", "strike", "code", "link", "url", "h1", "h3", "bullet", "rule"),
+            *("quote-bar", "fence", "fence-label", "table-header"),
+        }
+    )
+    COMPONENT_CLASSES: ClassVar[set[str]] = {f"markdown--{name}" for name in STYLES}
+    can_focus = False
+
+    def __init__(self, source: str = "") -> None:
+        super().__init__()
+        self._document = MarkdownDocument(source)
+        self._strips: dict[int, Strip] = {}
+        self._styles: dict[str, Style] = {}
+        self._is_live = False
+
+    @property
+    def source(self) -> str:
+        """The text shown."""
+        return self._document.source
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a cursor stands at the end."""
+        return self._is_live
+
+    @is_live.setter
+    def is_live(self, is_live: bool) -> None:
+        if is_live != self._is_live:
+            self._is_live = is_live
+            self._strips.pop(len(self._document.lines) - 1, None)
+            self.refresh()
+
+    def append(self, text: str) -> None:
+        """Add to the end."""
+        self._document.append(text)
+        self._relayout()
+
+    def replace(self, source: str) -> None:
+        """Show another text."""
+        self._document.replace(source)
+        self._relayout()
+
+    def finish(self) -> None:
+        """No more text will come."""
+        self._document.finish()
+
+    def _relayout(self) -> None:
+        width = self.content_size.width
+        if width == 0:
+            self.refresh(layout=True)
+            return
+        before = len(self._document.lines)
+        first = self._document.layout(width)
+        self._forget_strips(first)
+        if len(self._document.lines) != before:
+            self.refresh(layout=True)
+        else:
+            self.refresh(Region(0, first, self.size.width, before - first))
+
+    def _forget_strips(self, first: int) -> None:
+        if first == 0:
+            self._strips.clear()
+        for y in [y for y in self._strips if y >= first]:
+            del self._strips[y]
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        self._forget_strips(self._document.layout(width) if width != self._document.width else 0)
+        self._document.layout(width)
+        return len(self._document.lines)
+
+    def notify_style_update(self) -> None:
+        super().notify_style_update()
+        self._styles.clear()
+        self._strips.clear()
+
+    def render_line(self, y: int) -> Strip:
+        width = self.content_size.width
+        if y >= len(self._document.lines):
+            return Strip.blank(width, self.rich_style)
+        if (strip := self._strips.get(y)) is None:
+            if len(self._strips) >= MAX_STRIPS:
+                self._strips.clear()
+            strip = self._strips[y] = self._draw(self._document.lines[y], y, width)
+        return strip
+
+    def _draw(self, line: Line, y: int, width: int) -> Strip:
+        content = line.content
+        if self._is_live and y == len(self._document.lines) - 1 and cell_len(content.plain) < width:
+            content = content + Content.styled(CURSOR, "$accent")
+        if (selection := self.text_selection) is not None and (span := selection.get_span(y)) is not None:
+            start, end = span
+            content = content.stylize(
+                self.screen.get_visual_style("screen--selection"), start, len(content) if end == -1 else end
+            )
+        base = self.visual_style
+        if not line.fill:
+            return (
+                _strip(content.render(base, "", self._style))
+                .extend_cell_length(width, self.rich_style)
+                .apply_offsets(0, y)
+            )
+        fill = self.get_visual_style(f"markdown--{line.fill[1:]}")  # partial styles have no background
+        before, inside = content[: line.offset], content[line.offset :]
+        strip = _strip(inside.render(fill, "", self._style)).extend_cell_length(
+            width - line.offset, fill.rich_style
+        )
+        if line.offset:
+            strip = Strip.join([_strip(before.render(base, "", self._style)), strip])
+        return strip.apply_offsets(0, y)
+
+    def _style(self, name: str | Style) -> Style:
+        """A style by its name in the layout (``.strong``), or any other style Textual knows."""
+        if isinstance(name, Style):
+            return name
+        if (style := self._styles.get(name)) is None:
+            if name.startswith("."):
+                style = self.get_visual_style(f"markdown--{name[1:]}", partial=True)
+            else:
+                style = Style.parse(name)
+            self._styles[name] = style
+        return style
+
+    @property
+    def allow_select(self) -> bool:
+        return True
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        text = "\n".join(line.content.plain for line in self._document.lines)
+        return selection.extract(text), "\n"
+
+    def selection_updated(self, selection: Selection | None) -> None:
+        self._strips.clear()
+        self.refresh()
+
+
+def _strip(pieces: Iterable[tuple[str, Style]]) -> Strip:
+    return Strip([Segment(text, style.rich_style) for text, style in pieces])
