@@ -32,3 +32,7 @@ class NotEnoughMemory(NanochatError):
 
 class EngineClosed(NanochatError):
     """The engine was closed, or its step thread has died; the message says which."""
+
+
+class HistoryError(NanochatError):
+    """The chat history can't be opened, read or written; the message says why and what helps."""

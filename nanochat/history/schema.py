@@ -1,0 +1,84 @@
+"""The tables, and the steps from each version of them to the next. Knows no connection.
+
+``PRAGMA user_version`` counts the steps that a file has taken. A step never changes once released.
+"""
+
+from __future__ import annotations
+
+APPLICATION_ID = 0x6E616E6F
+"""Marks the file as ours ("nano")."""
+
+Migration = tuple[str, ...]
+"""Statements of one step, run in one transaction."""
+
+_TABLES: Migration = (
+    # Ids of chats and messages are made from the id of the session that makes them, so that they are
+    # known before anything is written and two sessions never make the same. So a session's id must
+    # never be used again.
+    "CREATE TABLE sessions (id INTEGER PRIMARY KEY AUTOINCREMENT, started_at REAL NOT NULL) STRICT",
+    """CREATE TABLE chats (
+        id INTEGER PRIMARY KEY,
+        title TEXT NOT NULL,
+        system TEXT,
+        model TEXT NOT NULL,
+        sampling TEXT NOT NULL,
+        dropped_turns INTEGER NOT NULL DEFAULT 0 CHECK (dropped_turns >= 0),
+        created_at REAL NOT NULL,
+        updated_at REAL NOT NULL,
+        -- Open in a tab of that session, which is running or was the last to have it open.
+        tab_session INTEGER,
+        tab_position INTEGER,
+        -- Where the active path begins. The newest branch if it is empty or no longer there.
+        active_child_id INTEGER
+    ) STRICT""",
+    "CREATE INDEX chats_by_update ON chats (updated_at, id)",
+    "CREATE INDEX chats_open ON chats (tab_session) WHERE tab_position IS NOT NULL",
+    """CREATE TABLE messages (
+        id INTEGER PRIMARY KEY,
+        chat_id INTEGER NOT NULL REFERENCES chats (id) ON DELETE CASCADE,
+        parent_id INTEGER,
+        active_child_id INTEGER,
+        role TEXT NOT NULL CHECK (role IN ('user', 'assistant')),
+        state TEXT NOT NULL CHECK (state IN ('streaming', 'complete', 'interrupted', 'error')),
+        text TEXT NOT NULL,
+        token_ids BLOB NOT NULL,
+        model TEXT NOT NULL,
+        finish_reason TEXT,
+        error TEXT,
+        metrics TEXT NOT NULL,
+        created_at REAL NOT NULL,
+        finished_at REAL,
+        -- Who is streaming it.
+        session_id INTEGER,
+        UNIQUE (chat_id, id),
+        -- A parent is a message of the same chat. No cascade: a long chat is deeper than SQLite lets
+        -- actions nest, so whole subtrees are deleted in one statement.
+        FOREIGN KEY (chat_id, parent_id) REFERENCES messages (chat_id, id)
+    ) STRICT""",
+    "CREATE INDEX messages_by_parent ON messages (chat_id, parent_id)",
+    "CREATE INDEX messages_streaming ON messages (session_id) WHERE state = 'streaming'",
+    # The index keeps no text of its own, and no sizes: hits are ordered by age, not by rank.
+    """CREATE VIRTUAL TABLE message_index USING fts5 (
+        text, content = '', columnsize = 0, tokenize = 'unicode61 remove_diacritics 2'
+    )""",
+    # An answer is indexed when it ends, not each time that it grows.
+    """CREATE TRIGGER message_added AFTER INSERT ON messages WHEN new.state <> 'streaming' BEGIN
+        INSERT INTO message_index (rowid, text) VALUES (new.id, segmented(new.text));
+    END""",
+    """CREATE TRIGGER message_deleted AFTER DELETE ON messages WHEN old.state <> 'streaming' BEGIN
+        INSERT INTO message_index (message_index, rowid, text)
+        VALUES ('delete', old.id, segmented(old.text));
+    END""",
+    """CREATE TRIGGER message_unindexed AFTER UPDATE OF text, state ON messages
+    WHEN old.state <> 'streaming' AND (new.state = 'streaming' OR new.text <> old.text) BEGIN
+        INSERT INTO message_index (message_index, rowid, text)
+        VALUES ('delete', old.id, segmented(old.text));
+    END""",
+    """CREATE TRIGGER message_indexed AFTER UPDATE OF text, state ON messages
+    WHEN new.state <> 'streaming' AND (old.state = 'streaming' OR new.text <> old.text) BEGIN
+        INSERT INTO message_index (rowid, text) VALUES (new.id, segmented(new.text));
+    END""",
+    f"PRAGMA application_id = {APPLICATION_ID}",
+)
+
+MIGRATIONS: tuple[Migration, ...] = (_TABLES,)
