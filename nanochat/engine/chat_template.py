@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from nanochat.engine.prompt_encoding import PLACEHOLDER, PromptEncoder
+from nanochat.engine.prompt_encoding import PLACEHOLDER, PromptEncoder, placeholders
 from nanochat.engine.template_sandbox import (
     TemplateLimitExceeded,
     TemplateRefusal,
@@ -136,6 +136,21 @@ class ChatTemplate:
             if closing in self._literals or {opening, closing} <= self._encoder.control_tokens:
                 return opening, closing
         return None
+
+    @cached_property
+    def end_of_turn(self) -> str | None:
+        """The special token that ends an answer in this template, such as ``<|im_end|>``; None without one."""
+        if self.is_plain:
+            return None
+        question, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}
+        try:
+            rendered = self.render([question, answer, question], verbatim={1})
+        except (InvalidOption, UnsupportedModel):
+            return None
+        _, *after = placeholders(rendered)
+        following = str(after[1]).lstrip() if len(after) == 2 else ""
+        ends = self._encoder.special_tokens - {self._variables.get("bos_token")}
+        return max((token for token in ends if following.startswith(token)), key=len, default=None)
 
     def opens_reasoning(self, **template_kwargs: Any) -> bool:
         """Whether the generation prompt itself ends with the opening tag, so that answers begin inside."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -45,18 +45,20 @@ class PromptEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_text: str) -> None:
         self._backend = tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
-        self._special = {token.content for token in added.values() if token.special and token.content}
+        self.special_tokens = frozenset(
+            token.content for token in added.values() if token.special and token.content
+        )
         soft = {
             token.content
             for token in added.values()
             if not token.special and _is_control(token.content, template_text)
         }
-        self.control_tokens = frozenset(self._special | soft)
+        self.control_tokens = self.special_tokens | soft
         self._control_ids = {
             token_id for token_id, token in added.items() if token.content in self.control_tokens
         }
         self._any_control = _alternatives(self.control_tokens)
-        self._any_special = _alternatives(self._special)
+        self._any_special = _alternatives(self.special_tokens)
         self._scanner = _Scanner(added, self.control_tokens)
 
     def guard(self, content: str, *, keep_template_tokens: bool = False) -> str:
@@ -219,7 +221,7 @@ def _guarded(token: str) -> str:
     return GUARD + token if len(token) == 1 else token[0] + GUARD + token[1:]
 
 
-def _alternatives(tokens: set[str] | frozenset[str]) -> re.Pattern[str]:
+def _alternatives(tokens: Collection[str]) -> re.Pattern[str]:
     """A pattern for any of the tokens, the longest first; it matches nothing when there is none."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or _NOTHING)
 

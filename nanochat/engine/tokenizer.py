@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanochat.engine.chat_template import ChatTemplate
 from nanochat.errors import InvalidOption, ModelNotFound, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -84,7 +85,14 @@ def _is_load_failure(error: BaseException) -> bool:
 
 
 def eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every token id that ends an answer: of ``generation_config.json``, ``config.json``, the tokenizer."""
+    """Every token id that ends an answer.
+
+    They are those of ``generation_config.json``, ``config.json`` and the tokenizer, and the token with which
+    the chat template ends an answer: converted and fine-tuned models often name only the base model's.
+
+    Raises:
+        UnsupportedModel: one of the files isn't JSON.
+    """
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         settings = _read_json(folder / name)
@@ -92,6 +100,9 @@ def eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset
         for source in (settings, text_settings if isinstance(text_settings, dict) else {}):
             found.update(_token_ids(source.get("eos_token_id")))
     found.update(_token_ids(tokenizer.eos_token_id))
+    end_of_turn = ChatTemplate(tokenizer).end_of_turn
+    if end_of_turn is not None:
+        found.update(_token_ids(tokenizer.convert_tokens_to_ids(end_of_turn)))
     return frozenset(found)
 
 
@@ -100,6 +111,9 @@ def default_sampling(folder: Path) -> dict[str, float | int]:
 
     Keys are names of :class:`~nanochat.engine.config.SamplingParams`. A file that says ``do_sample: false``
     asks for greedy decoding, which is a temperature of 0.
+
+    Raises:
+        UnsupportedModel: the file isn't JSON.
     """
     from nanochat.engine.config import SamplingParams
 

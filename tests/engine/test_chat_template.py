@@ -252,6 +252,20 @@ class TestFeatures:
         opening = make_tokenizer("qwen3", chat_template=QWEN3 + "{{ '<think>\\n' }}")
         assert ChatTemplate(opening).opens_reasoning()
 
+    def test_the_end_of_a_turn(self) -> None:
+        ends = {name: ChatTemplate(TOKENIZERS[name]).end_of_turn for name in CHAT_NAMES}
+        assert ends == {
+            "qwen3": "<|im_end|>",
+            "smollm2": "<|im_end|>",
+            "llama3": "<|eot_id|>",
+            "llama2": "</s>",
+            "mistral": "</s>",
+            "gemma": "<end_of_turn>",
+        }
+        unmarked = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        assert ChatTemplate(make_tokenizer("smollm2", chat_template=unmarked)).end_of_turn is None
+        assert ChatTemplate(make_tokenizer("smollm2", chat_template=None)).end_of_turn is None
+
     def test_system(self) -> None:
         supported = {name for name in CHAT_NAMES if ChatTemplate(TOKENIZERS[name]).supports_system}
         assert supported == set(CHAT_NAMES) - {"gemma"}

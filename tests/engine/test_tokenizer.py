@@ -188,8 +188,19 @@ class TestEndOfAnswer:
         write_json(tmp_path / "generation_config.json", {"eos_token_id": value})
         assert eos_token_ids(tmp_path, tokenizer) == {tokenizer.eos_token_id}
 
+    def test_the_end_of_the_templates_turn(self, tmp_path: Path) -> None:
+        """A chat model whose files name only the base model's end."""
+        tokenizer = make_tokenizer("qwen3", eos_token="<|endoftext|>")
+        names = tokenizer.convert_ids_to_tokens(sorted(eos_token_ids(tmp_path, tokenizer)))
+        assert names == ["<|endoftext|>", "<|im_end|>"]
+
     def test_none_at_all(self, tmp_path: Path) -> None:
-        assert eos_token_ids(tmp_path, make_tokenizer("qwen3", eos_token=None)) == frozenset()
+        tokenizer = make_tokenizer("qwen3", eos_token=None, chat_template=None)
+        assert eos_token_ids(tmp_path, tokenizer) == frozenset()
+
+    def test_a_broken_template_has_no_end(self, tmp_path: Path) -> None:
+        tokenizer = make_tokenizer("qwen3", eos_token=None, chat_template="{{ nothing.at.all }}")
+        assert eos_token_ids(tmp_path, tokenizer) == frozenset()
 
     def test_a_broken_file(self, tmp_path: Path) -> None:
         (tmp_path / "generation_config.json").write_text("{")
