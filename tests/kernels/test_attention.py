@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,14 +15,13 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles and limits so small that short contexts take every path."""
     monkeypatch.setattr(cpu_attention, "QUERY_TILE", 4)
     monkeypatch.setattr(cpu_attention, "KEY_TILE", 8)
     monkeypatch.setattr(cpu_attention, "GROUP_TOKENS", 60)
     monkeypatch.setattr(cpu_plan, "VIEW_MIN_TOKENS", 16)
     monkeypatch.setattr(cpu_plan, "MAX_PADDING", 6)
-    yield
 
 
 def check(case: Case, *, scale: float = 0.25, window: int = 0, softcap: float = 0.0) -> None:
