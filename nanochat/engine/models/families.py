@@ -244,16 +244,8 @@ def _model_config(
     if activation not in _ACTIVATIONS:
         raise config.error(f"hidden_act {activation[:40]!r} isn't one of {', '.join(_ACTIVATIONS)}")
     query_scalar = config.number("query_pre_attn_scalar", 1e-6, 1e9, default=float(head_dim))
-    max_position = config.integer("max_position_embeddings", 1, 2**28)
     layers = _layers(config, family, head_dim)
-    longest = max(
-        (
-            layer.rope.factor * layer.rope.original_max_position
-            for layer in layers
-            if layer.rope and layer.rope.scaling == "yarn"
-        ),
-        default=0.0,
-    )
+    bos_token_ids = config.token_ids("bos_token_id")
     return ModelConfig(
         architecture=architecture,
         vocab_size=config.integer("vocab_size", 2, 2**24),
@@ -264,7 +256,7 @@ def _model_config(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=config.number("rms_norm_eps", 0.0, 1.0),
-        max_position_embeddings=max(max_position, min(int(longest), 2**28)),
+        max_position_embeddings=_max_position(config, layers),
         layers=layers,
         moe=_moe(config) if family.moe else None,
         tie_word_embeddings=config.flag("tie_word_embeddings"),
@@ -280,9 +272,7 @@ def _model_config(
         attention_softcap=config.number("attn_logit_softcapping", 0.0, 1e9, default=0.0),
         final_softcap=config.number("final_logit_softcapping", 0.0, 1e9, default=0.0),
         eos_token_ids=eos_token_ids,
-        bos_token_id=config.integer("bos_token_id", 0, 2**24)
-        if config.get("bos_token_id") is not None
-        else None,
+        bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         dtype=config.text("dtype", default=config.text("torch_dtype", default="float32")),
     )
 
@@ -308,6 +298,13 @@ def _layers(config: ConfigReader, family: Family, head_dim: int) -> tuple[LayerC
         )
         for layer, local in enumerate(windowed)
     )
+
+
+def _max_position(config: ConfigReader, layers: tuple[LayerConfig, ...]) -> int:
+    """The stated length; with YaRN, files may state the one before stretching, so the longer of both."""
+    stated = config.integer("max_position_embeddings", 1, 2**28)
+    ropes = [layer.rope for layer in layers if layer.rope is not None and layer.rope.scaling == "yarn"]
+    return max([stated, *(int(min(rope.factor * rope.original_max_position, 2**28)) for rope in ropes)])
 
 
 def _is_sparse(config: ConfigReader, layer: int) -> bool:

@@ -91,29 +91,28 @@ def write_tokenizer(metadata: ConfigReader, target: Path) -> None:
         raise metadata.error(f"its tokenizer is of the kind {kind[:40]!r}; supported: gpt2, llama")
     vocabulary.add_special_tokens(tokenizer, spaces_as_blocks=kind == "llama")
     bos, eos = vocabulary.special("bos"), vocabulary.special("eos")
+    unknown, padding = vocabulary.special("unknown"), vocabulary.special("padding") or eos
     adds_bos = metadata.flag("tokenizer.ggml.add_bos_token", default=adds_bos) and bos is not None
     adds_eos = metadata.flag("tokenizer.ggml.add_eos_token") and eos is not None
     if adds_bos or adds_eos:
-        tokenizer.post_processor = _surround(
-            vocabulary, "bos" if adds_bos else None, "eos" if adds_eos else None
-        )
+        tokenizer.post_processor = _surround(bos if adds_bos else None, eos if adds_eos else None)
     tokenizer.save(str(target / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": bos,
-        "eos_token": eos,
-        "unk_token": vocabulary.special("unknown"),
-        "pad_token": vocabulary.special("padding") or eos,
+        "bos_token": bos and bos.text,
+        "eos_token": eos and eos.text,
+        "unk_token": unknown and unknown.text,
+        "pad_token": padding and padding.text,
         "add_bos_token": adds_bos,
         "add_eos_token": adds_eos,
         "clean_up_tokenization_spaces": False,
-        "chat_template": metadata.get("tokenizer.chat_template"),
+        "chat_template": metadata.text("tokenizer.chat_template", default="") or None,
     }
     _write_json(target / "tokenizer_config.json", settings)
     generation = {
-        "bos_token_id": vocabulary.special_id("bos"),
+        "bos_token_id": bos and bos.index,
         "eos_token_id": vocabulary.end_ids(),
-        "pad_token_id": vocabulary.special_id("padding"),
+        "pad_token_id": padding and padding.index,
     }
     _write_json(target / "generation_config.json", generation)
 
@@ -121,6 +120,12 @@ def write_tokenizer(metadata: ConfigReader, target: Path) -> None:
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     present = {name: value for name, value in values.items() if value is not None}
     path.write_text(json.dumps(present, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class _Special:
+    text: str
+    index: int
 
 
 class _Vocabulary:
@@ -152,27 +157,23 @@ class _Vocabulary:
             added.append(AddedToken(text, special=kind != _TokenType.USER_DEFINED, normalized=False))
         tokenizer.add_tokens(added)
 
-    def special_id(self, name: str) -> int | None:
-        """The id under ``tokenizer.ggml.<name>_token_id``."""
+    def special(self, name: str) -> _Special | None:
+        """The token that ``tokenizer.ggml.<name>_token_id`` names."""
         key = f"tokenizer.ggml.{name}_token_id"
         if self._metadata.get(key) is None:
             return None
-        return self._metadata.integer(key, 0, len(self.tokens) - 1)
-
-    def special(self, name: str) -> str | None:
-        """The text of that token."""
-        index = self.special_id(name)
-        return None if index is None else self.tokens[index]
+        index = self._metadata.integer(key, 0, len(self.tokens) - 1)
+        return _Special(self.tokens[index], index)
 
     def end_ids(self) -> list[int]:
         """Every token that ends an answer."""
-        named = [self.special_id(name) for name in ("eos", "eot", "eom")]
+        named = [token.index for name in ("eos", "eot", "eom") if (token := self.special(name))]
         known = [
             index
             for index, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
             if kind == _TokenType.CONTROL and token in _END_OF_TURN_TEXTS
         ]
-        return list(dict.fromkeys(index for index in [*named, *known] if index is not None))
+        return list(dict.fromkeys([*named, *known]))
 
 
 def _byte_level(metadata: ConfigReader, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
@@ -210,11 +211,12 @@ def _sentencepiece(metadata: ConfigReader, vocabulary: _Vocabulary) -> tuple[Tok
     if scores is None or len(scores) != len(vocabulary.tokens):
         raise metadata.error("its vocabulary has no scores")
     ids = vocabulary.ids(spaces_as_blocks=True)
+    unknown = vocabulary.special("unknown")
     tokenizer = Tokenizer(
         models.BPE(
             vocab=ids,
             merges=_merges(ids, scores, vocabulary.types),
-            unk_token=vocabulary.special("unknown"),
+            unk_token=unknown and unknown.text,
             fuse_unk=True,
             byte_fallback=True,
         )
@@ -253,13 +255,11 @@ def _merges(ids: dict[str, int], scores: tuple[float, ...], types: tuple[int, ..
     return [(tokens[left], tokens[right]) for _, _, left, right in sorted(ranked)]
 
 
-def _surround(vocabulary: _Vocabulary, bos: str | None, eos: str | None) -> processors.TemplateProcessing:
-    before = [f"{vocabulary.special(bos)}"] if bos else []
-    after = [f"{vocabulary.special(eos)}"] if eos else []
-    special = [
-        (vocabulary.special(name), vocabulary.special_id(name)) for name in (bos, eos) if name is not None
-    ]
-    single = [*before, "$A", *after]
+def _surround(bos: _Special | None, eos: _Special | None) -> processors.TemplateProcessing:
+    """Put ``bos`` before and ``eos`` after a text, and after each of a pair."""
+    before, after = [bos.text] if bos else [], [eos.text] if eos else []
     return processors.TemplateProcessing(
-        single=single, pair=[*single, *before, "$B:1", *after], special_tokens=special
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *before, "$B:1", *after],
+        special_tokens=[(token.text, token.index) for token in (bos, eos) if token],
     )

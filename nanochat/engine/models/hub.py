@@ -21,7 +21,7 @@ _UNWANTED = ["*/*", "consolidated*.safetensors"]
 def cached_model(repo_id: str) -> Path | None:
     """The model's folder in the local cache if all of it is there; asks no network."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         folder = Path(
@@ -30,7 +30,7 @@ def cached_model(repo_id: str) -> Path | None:
             )
         )
         weight_files(folder)
-    except (LocalEntryNotFoundError, ModelNotFound):
+    except (LocalEntryNotFoundError, HFValidationError, OSError, ModelNotFound):
         return None
     return folder if (folder / "config.json").is_file() else None
 
@@ -67,7 +67,12 @@ def _is_wanted(name: str) -> bool:
 
 def _asking(repo_id: str, request: Callable[[], Any]) -> Any:
     """Run a request to the Hub; what can go wrong becomes a sentence."""
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+    )
 
     try:
         return request()
@@ -76,7 +81,7 @@ def _asking(repo_id: str, request: Callable[[], Any]) -> Any:
             f"{repo_id} is only for those who have accepted its terms. Accept them on its Hub page, then set "
             "HF_TOKEN to your access token."
         ) from error
-    except RepositoryNotFoundError as error:
+    except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelNotFound(
             f"There is no model {repo_id!r}, neither as a folder here nor on the Hub. Check the spelling; for "
             "a private one, set HF_TOKEN to your access token."
@@ -92,8 +97,9 @@ def _asking(repo_id: str, request: Callable[[], Any]) -> Any:
         ) from error
     except Exception as error:  # the client's HTTP library, another in each version, has its own errors
         raise ModelNotFound(
-            f"{repo_id} couldn't be downloaded ({type(error).__name__}). Check the network and the disk's free "
-            "space and try again: what has come is kept. A model folder works without a network."
+            f"There is no folder {repo_id} here, and it couldn't be fetched from the Hub "
+            f"({type(error).__name__}). Check the network and the disk's free space and try again: what has "
+            "come is kept."
         ) from error
 
 

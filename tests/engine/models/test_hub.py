@@ -158,6 +158,11 @@ class TestRefusals:
             resolve_model(spec)
         assert hub.requests == []
 
+    @pytest.mark.parametrize("spec", ["some--one/model", "someone/model-", "a/" + "b" * 200])
+    def test_an_id_the_hub_would_not_have(self, spec: str, hub: HubServer) -> None:
+        with pytest.raises(ModelNotFound, match="neither as a folder here nor on the Hub"):
+            resolve_model(spec)
+
 
 @pytest.mark.slow
 def test_a_fresh_process_offline(source: Path, tmp_path: Path) -> None:
