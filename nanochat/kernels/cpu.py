@@ -90,7 +90,8 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.T
         parts += [(cache.k_scale, scales[0]), (cache.v_scale, scales[1])]
     try:
         for target, source in parts:
-            target.flatten(0, 1).index_copy_(0, slots, source)
+            # view, because flatten would quietly write to a copy of a cache that isn't contiguous.
+            target.view(-1, *target.shape[2:]).index_copy_(0, slots, source)
     except IndexError:
         # Negative slots are rare, and looking for them each time would cost as much as the copy.
         kept = slots >= 0
