@@ -14,6 +14,7 @@ Knows nothing of torch, requests, budgets or time.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -30,13 +31,15 @@ class InvariantError(RuntimeError):
 class _PrefixNode:
     """One indexed run of tokens. ``parent`` is the run before it: identity, not equal hashes, ties a chain."""
 
-    __slots__ = ("blocks", "hash", "parent", "tokens")
+    __slots__ = ("block", "hash", "parent", "tokens", "twins")
 
-    def __init__(self, key: BlockKey, parent: _PrefixNode | None) -> None:
+    def __init__(self, key: BlockKey, parent: _PrefixNode | None, block: int) -> None:
         self.hash, self.tokens = key
         self.parent = parent
-        self.blocks: set[int] = set()
-        """Blocks with these contents: one, or several when requests computed them side by side."""
+        self.block = block
+        """The block that lookups give."""
+        self.twins: set[int] | None = None
+        """Others with the same contents, from requests that computed them side by side."""
 
 
 class BlockPool:
@@ -105,9 +108,16 @@ class BlockPool:
             node = self._index.get(chained)
             if node is None or node.parent is not parent or node.tokens != tokens:
                 break
-            hits.append(next(iter(node.blocks)))
+            hits.append(node.block)
             parent = node
         return hits
+
+    def count_cached(self, keys: Sequence[BlockKey], num_blocks: int) -> int:
+        """Length of what :meth:`lookup` would find, in O(log blocks), collisions aside.
+
+        An entry never outlives its parent, so the hits are a prefix and a binary search finds its end.
+        """
+        return bisect_left(range(num_blocks), True, key=lambda block: keys[block][0] not in self._index)
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
         """How many of these blocks claiming would take out of the free list."""
@@ -128,8 +138,9 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
-            if self._nodes[block] is not None:
-                self._evict(block)
+            node = self._nodes[block]
+            if node is not None:
+                self._evict(block, node)
             self._ref_counts[block] = 1
             blocks.append(block)
         return blocks
@@ -158,14 +169,17 @@ class BlockPool:
             parent = self._nodes[block_table[position - 1]] if position else None
             if position and parent is None:
                 return
-            chained, tokens = keys[position]
+            block, (chained, tokens) = block_table[position], keys[position]
             node = self._index.get(chained)
             if node is None:
-                node = self._index[chained] = _PrefixNode(keys[position], parent)
-            elif node.parent is not parent or node.tokens != tokens:
+                node = self._index[chained] = _PrefixNode(keys[position], parent, block)
+            elif node.parent is parent and node.tokens == tokens:
+                if node.twins is None:
+                    node.twins = set()
+                node.twins.add(block)
+            else:
                 return
-            node.blocks.add(block_table[position])
-            self._nodes[block_table[position]] = node
+            self._nodes[block] = node
 
     def check(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Compare everything with the block tables that exist. O(blocks).
@@ -186,23 +200,23 @@ class BlockPool:
         self._check_index()
 
     def _check_index(self) -> None:
+        num_indexed = 0
         for chained, node in self._index.items():
-            if node.hash != chained or not node.blocks:
-                raise InvariantError(f"The index entry {chained:#x} is misfiled or has no block.")
+            blocks = {node.block, *(node.twins or ())}
+            num_indexed += len(blocks)
+            if node.hash != chained or any(self._nodes[block] is not node for block in blocks):
+                raise InvariantError(f"The index entry {chained:#x} is misfiled or names a wrong block.")
             if node.parent is not None and self._index.get(node.parent.hash) is not node.parent:
                 raise InvariantError(f"The index entry {chained:#x} outlived its parent.")
-            if any(self._nodes[block] is not node for block in node.blocks):
-                raise InvariantError(f"The index entry {chained:#x} names a block that says otherwise.")
-        indexed = sum(node is not None for node in self._nodes)
-        if indexed != sum(len(node.blocks) for node in self._index.values()):
-            raise InvariantError(f"{indexed} blocks think they are indexed but the index names others.")
+        if num_indexed != sum(node is not None for node in self._nodes):
+            raise InvariantError("Some blocks think they are indexed but the index doesn't name them.")
 
-    def _evict(self, block: int) -> None:
-        node = self._nodes[block]
-        if node is None:
-            return
+    def _evict(self, block: int, node: _PrefixNode) -> None:
         self._nodes[block] = None
         self._num_cached -= 1
-        node.blocks.discard(block)
-        if not node.blocks:
+        if not node.twins:
             del self._index[node.hash]
+        elif block == node.block:
+            node.block = node.twins.pop()
+        else:
+            node.twins.remove(block)

@@ -34,11 +34,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     for request in scheduler.waiting:
         _check_waiting(request)
     _require(len(scheduler._running) <= scheduler.max_num_seqs, "More requests run than max_num_seqs.")
-    queue = scheduler._waiting
-    _require(
-        list(queue.by_arrival) == sorted(queue.by_size, key=lambda request: request.arrival_order),
-        "The waiting queue's two orders hold different requests.",
-    )
+    scheduler._waiting.check()
     if not scheduler.has_work:
         _require(scheduler.pool.num_used == 0, f"{scheduler.pool.num_used} blocks leaked.")
 

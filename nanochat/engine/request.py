@@ -62,7 +62,7 @@ class Request:
     last_step: int = 0
     """The step that last planned it, or the last step before it was queued."""
     uncached_tokens: int = 0
-    """Tokens to compute before it can sample, as the prefix cache stood when it was last queued."""
+    """Tokens it must compute before it samples, as the prefix cache stood when it was last queued."""
     block_keys: list[BlockKey] = field(default_factory=list)
     """Prefix-cache keys of its full blocks, as far as they have been needed."""
 
@@ -78,3 +78,10 @@ class Request:
     def num_generated_tokens(self) -> int:
         """Generated tokens that have been collected."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens it must compute before it samples; an estimate while it waits."""
+        if self.status is RequestStatus.WAITING:
+            return self.uncached_tokens
+        return self.num_tokens - self.num_computed_tokens

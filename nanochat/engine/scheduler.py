@@ -14,72 +14,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from nanochat.engine.block_pool import BlockPool, InvariantError
 from nanochat.engine.invariants import check_scheduler
+from nanochat.engine.kv_cache_manager import KVCacheManager
 from nanochat.engine.request import FinishReason, Request, RequestStatus
-from nanochat.engine.wait_queue import WaitQueue
-from nanochat.errors import InvalidOption, NotEnoughMemory, PromptTooLong
+from nanochat.engine.step_plan import Draft, ScheduledChunk, StepPlan, writes_shared_block
+from nanochat.engine.wait_queue import WaitQueue, by_arrival, uncomputed
+from nanochat.errors import InvalidOption, PromptTooLong
 
-
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
-    """Tokens ``start`` to ``start + length`` of a request; ``samples``: its last row gives the next token."""
-
-    request: Request
-    start: int
-    length: int
-    samples: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What one step computes. A request appears at most once."""
-
-    step: int
-    decodes: tuple[ScheduledChunk, ...]
-    """One token each, and each samples. That token's id may still be pending."""
-    prefills: tuple[ScheduledChunk, ...]
-    preempted: tuple[Request, ...]
-    """Requests that lost their blocks to this step and wait again."""
-
-    @property
-    def chunks(self) -> tuple[ScheduledChunk, ...]:
-        """Decodes, then prefills: the order of the packed batch."""
-        return self.decodes + self.prefills
-
-    @property
-    def sampling(self) -> tuple[ScheduledChunk, ...]:
-        """The chunks that sample a token, in batch order."""
-        return self.decodes + tuple(chunk for chunk in self.prefills if chunk.samples)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.decodes) + sum(chunk.length for chunk in self.prefills)
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.decodes and not self.prefills
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making."""
-
-    step: int
-    now: float
-    budget: int
-    """Tokens not given out yet."""
-    unfinished: list[Request] = field(default_factory=list)
-    """Running requests that still prefill, as the step began."""
-    promised: int = 0
-    """Blocks that admitted requests still lack for the rest of their prefill."""
-    decodes: list[ScheduledChunk] = field(default_factory=list)
-    prefills: list[ScheduledChunk] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    admitting: bool = True
-    """False once memory was found short: nothing new starts in this step."""
+__all__ = ["ScheduledChunk", "Scheduler", "StepPlan"]
 
 
 class Scheduler:
@@ -107,36 +51,28 @@ class Scheduler:
         max_model_len: int,
         long_prefill_share: float = 0.5,
         watermark: float = 0.01,
-        patience: int = 128,
+        patience: int = 32,
     ) -> None:
-        capacity = pool.num_blocks * pool.block_size + 1  # the last token sampled is never fed back
-        if max_model_len > capacity:
-            raise NotEnoughMemory(
-                f"max_model_len {max_model_len} doesn't fit a cache of {pool.num_blocks} blocks of "
-                f"{pool.block_size} tokens; the longest that does is {capacity}."
-            )
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.long_prefill_share = long_prefill_share
         self.watermark_blocks = int(watermark * pool.num_blocks)
-        self.patience = patience
         self.num_preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
+        self._kv = KVCacheManager(pool, max_model_len)
         self._step = 0
         self._num_added = 0
-        self._waiting = WaitQueue()
+        self._waiting = WaitQueue(patience)
         self._running: dict[int, Request] = {}
         """By arrival; least recently served first."""
         self._draining: dict[int, Request] = {}
         """Finished, but a step in flight still uses their blocks."""
         self._in_flight: deque[StepPlan] = deque()
-        self._blocked: Request | None = None
-        """The oldest waiting request, if it lacked memory when last tried ..."""
-        self._blocked_since = 0
-        """... and the step since which it has."""
+        self._deferred: dict[int, Request] = {}
+        """Waiting requests that let another one compute a shared prefix first."""
 
     @property
     def running(self) -> Sequence[Request]:
@@ -176,9 +112,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a new request. Raises as :meth:`check_fits` does."""
         self.check_fits(request.num_prompt_tokens)
-        request.max_total_tokens = min(
-            request.num_prompt_tokens + request.params.max_tokens, self.max_model_len
-        )
+        longest = request.num_prompt_tokens + request.params.max_tokens
+        request.max_total_tokens = min(longest, self.max_model_len)
         request.arrival_order = self._num_added
         self._num_added += 1
         request.last_step = self._step
@@ -193,7 +128,7 @@ class Scheduler:
         if request.status is RequestStatus.FINISHED:
             return
         if request.status is RequestStatus.WAITING:
-            self._leave_queue(request)
+            self._waiting.remove(request)
         else:
             del self._running[request.arrival_order]
         request.status = RequestStatus.FINISHED
@@ -202,24 +137,26 @@ class Scheduler:
         if request.num_steps_in_flight:
             self._draining[request.arrival_order] = request
         else:
-            self._release(request)
+            self._kv.release(request)
 
     def plan(self, now: float) -> StepPlan:
         """Decide the next step. Empty when there is nothing to run, or all of it waits on steps in flight."""
         self._step += 1
-        draft = _Draft(self._step, now, self.max_num_batched_tokens)
+        draft = Draft(self._step, now, self.max_num_batched_tokens)
+        self._requeue_deferred()
         ready = self._classify(draft)
         if len(ready) >= draft.budget:
             self._plan_overdue_prefills(draft, ready[0].last_step)
         self._plan_decodes(draft, ready)
         if draft.budget and (draft.unfinished or self._waiting):
             self._plan_prefills(draft)
-        plan = StepPlan(draft.step, tuple(draft.decodes), tuple(draft.prefills), tuple(draft.preempted))
+        plan = draft.finish()
         if not plan.is_empty:
             self._in_flight.append(plan)
-        if len(draft.decodes) + len(draft.prefills) < len(self._running):
-            for chunk in plan.chunks:  # the others now go first
-                self._running[chunk.request.arrival_order] = self._running.pop(chunk.request.arrival_order)
+        if len(plan.chunks) < len(self._running):
+            for chunk in plan.chunks:  # those left out now go first
+                order = chunk.request.arrival_order
+                self._running[order] = self._running.pop(order)
         return plan
 
     def commit(self, plan: StepPlan, token_ids: Sequence[int], now: float) -> list[tuple[Request, int]]:
@@ -232,15 +169,14 @@ class Scheduler:
         self._collect(plan)
         accepted: list[tuple[Request, int]] = []
         sampled = iter(token_ids)
-        for chunk in plan.chunks:
-            request = chunk.request
+        for request, start, length, samples in plan.chunks:
             request.num_steps_in_flight -= 1
-            if chunk.start == request.num_written_tokens:  # else a failed step left a gap before it
-                self._mark_written(request, chunk.start + chunk.length)
-            if chunk.samples:
+            if start == request.num_written_tokens:  # else a failed step left a gap before it
+                self._kv.mark_written(request, start + length)
+            if samples:
                 request.num_pending_tokens -= 1
                 token = next(sampled)
-                if request.status is not RequestStatus.FINISHED:
+                if request.status is RequestStatus.RUNNING:
                     accepted.append((request, token))
                     self._accept(request, token, now)
             if request.status is RequestStatus.FINISHED:
@@ -270,22 +206,19 @@ class Scheduler:
         """Raises InvariantError, with a sentence, if the bookkeeping contradicts itself. O(everything)."""
         check_scheduler(self)
 
-    # ---- planning ----
-
-    def _classify(self, draft: _Draft) -> list[Request]:
+    def _classify(self, draft: Draft) -> list[Request]:
         """Requests ready to decode; those that still prefill go to the draft."""
         ready = []
-        block_size = self.pool.block_size
         for request in self._running.values():
             num_tokens = request.num_tokens
             if num_tokens - request.num_computed_tokens > 1:
                 draft.unfinished.append(request)
-                draft.promised += -(-num_tokens // block_size) - len(request.block_table)
+                draft.promised_blocks += self._kv.lacking_blocks(request)
             elif num_tokens < request.max_total_tokens:
                 ready.append(request)
         return ready
 
-    def _plan_decodes(self, draft: _Draft, ready: list[Request]) -> None:
+    def _plan_decodes(self, draft: Draft, ready: list[Request]) -> None:
         block_size = self.pool.block_size
         for request in ready:
             if not draft.budget:
@@ -295,148 +228,106 @@ class Scheduler:
             if request.num_computed_tokens == len(request.block_table) * block_size:
                 if not self._make_room(draft, request):
                     continue
-                request.block_table += self.pool.allocate(1)
-            draft.decodes.append(self._schedule(draft, request, 1))
+                self._kv.grow(request, 1)
+            draft.decodes.append(draft.schedule(request, 1))
 
-    def _plan_overdue_prefills(self, draft: _Draft, before_step: int) -> None:
+    def _plan_overdue_prefills(self, draft: Draft, before_step: int) -> None:
         """Decodes alone would fill the step: prefills last served before any of them take their turn first."""
         cap = max(1, int(draft.budget * self.long_prefill_share))
-        for request in [*draft.unfinished, *self._waiting.by_arrival[: self.max_num_seqs]]:
-            if draft.budget and request.last_step < before_step:
+        for request in self._prefill_queue(draft):
+            if request.last_step < before_step:
                 self._plan_prefill(draft, request, cap)
 
-    def _plan_prefills(self, draft: _Draft) -> None:
-        """The oldest keeps its share while much shorter ones go ahead; then it takes all they left."""
-        unfinished = sorted(draft.unfinished, key=_uncomputed)
-        candidates = [*unfinished, *self._waiting.by_size[: self.max_num_seqs]]
-        oldest = min([*unfinished, *self._waiting.by_arrival[:1]], key=_seniority)
-        short = _uncomputed(oldest) // 2
-        shorter = [request for request in candidates if _uncomputed(request) <= short]
-        if shorter:
+    def _plan_prefills(self, draft: Draft) -> None:
+        """Oldest first; but if it can't be done in this step, much shorter ones go ahead with a share of it."""
+        queue = self._prefill_queue(draft)
+        if queue and (uncomputed(queue[0]) > draft.budget or self._waiting.blocked_steps(draft.step)):
             reserved = int(draft.budget * self.long_prefill_share)
-            if not reserved and oldest.last_step < draft.step - 1:
-                reserved = 1
+            if not reserved and queue[0].last_step < draft.step - 1:
+                reserved = 1  # too little to share within a step: take turns
             draft.budget -= reserved
-            for request in shorter:
-                self._plan_prefill(draft, request, draft.budget)
+            for request in sorted(queue, key=uncomputed):
+                if 2 * uncomputed(request) <= uncomputed(queue[0]):
+                    self._plan_prefill(draft, request, draft.budget)
             draft.budget += reserved
-        for request in [oldest, *candidates]:
+        for request in queue:
             self._plan_prefill(draft, request, draft.budget)
 
-    def _plan_prefill(self, draft: _Draft, request: Request, cap: int) -> None:
+    def _prefill_queue(self, draft: Draft) -> list[Request]:
+        """Who could prefill in this step, oldest first."""
+        queue = set(draft.unfinished)
+        if not draft.preempted and len(self._running) < self.max_num_seqs:
+            queue.update(self._waiting.window(self.max_num_seqs, draft.step))
+        return sorted(queue, key=by_arrival)
+
+    def _plan_prefill(self, draft: Draft, request: Request, cap: int) -> None:
         """Give a request its next chunk of at most ``cap`` tokens, as far as there are blocks."""
         limit = min(cap, draft.budget)
         if not limit or request.last_step == draft.step:
             return
         if request.status is RequestStatus.WAITING and not self._admit(draft, request):
             return
-        block_size, table, start = self.pool.block_size, request.block_table, request.num_computed_tokens
-        if start == len(table) * block_size and not self._make_room(draft, request):
+        if not self._make_room(draft, request):
             return
-        room = (len(table) + self.pool.num_free) * block_size - start
-        length = min(limit, room, request.num_tokens - start)
-        blocks = -(-(start + length) // block_size) - len(table)
-        table += self.pool.allocate(blocks)
-        draft.promised -= blocks
-        draft.prefills.append(self._schedule(draft, request, length))
+        length = min(limit, uncomputed(request), self._kv.room(request))
+        draft.promised_blocks -= self._kv.grow(request, length)
+        draft.prefills.append(draft.schedule(request, length))
 
-    def _schedule(self, draft: _Draft, request: Request, length: int) -> ScheduledChunk:
-        start = request.num_computed_tokens
-        end = start + length
-        samples = end == request.num_tokens
-        request.num_computed_tokens = end
-        request.num_pending_tokens += samples
-        request.num_steps_in_flight += 1
-        request.last_step = draft.step
-        if request.first_scheduled_s is None:
-            request.first_scheduled_s = draft.now
-        draft.budget -= length
-        return ScheduledChunk(request, start, length, samples)
-
-    # ---- memory ----
-
-    def _admit(self, draft: _Draft, request: Request) -> bool:
+    def _admit(self, draft: Draft, request: Request) -> bool:
         """Start a waiting request if all of its prefill fits what nobody was promised."""
         if not draft.admitting or draft.preempted or len(self._running) >= self.max_num_seqs:
             return False
-        starved = self._blocked is not None and draft.step - self._blocked_since >= self.patience
-        oldest = self._waiting.by_arrival[0]
-        if (starved and request is not oldest) or self._prefix_in_flight(draft, request):
+        uncollected = (draft.prefills, *(plan.prefills for plan in self._in_flight))
+        if any(writes_shared_block(prefills, request, self.pool.block_size) for prefills in uncollected):
+            self._deferred[request.arrival_order] = request
             return False
-        hits = self._lookup(request)
-        lacking = -(-request.num_tokens // self.pool.block_size) - len(hits)
-        spare = self.pool.num_free - draft.promised - (self.watermark_blocks if self._running else 0)
-        if lacking + self.pool.num_free_among(hits) > spare:
+        free = self.pool.num_free - (self.watermark_blocks if self._running else 0)
+        steps = (uncomputed(request) - 1) // max(1, self.max_num_batched_tokens - len(draft.decodes))
+        spare = free - draft.promised_blocks + self._kv.freed_within(steps, self._running.values())
+        if not self._kv.start(request, free, spare):
             draft.admitting = False
-            if request is oldest and request is not self._blocked:
-                self._blocked, self._blocked_since = request, draft.step
+            self._waiting.note_blocked(request, draft.step)
             return False
-        self._leave_queue(request)
-        self.pool.claim(hits)
-        draft.promised += lacking
+        self._waiting.remove(request)
         request.status = RequestStatus.RUNNING
-        request.block_table = hits
-        request.num_computed_tokens = request.num_written_tokens = len(hits) * self.pool.block_size
         self._running[request.arrival_order] = request
+        draft.promised_blocks += self._kv.lacking_blocks(request)
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_computed_tokens
             self.prefix_query_tokens += request.num_prompt_tokens
             self.prefix_hit_tokens += request.num_cached_tokens
         return True
 
-    def _prefix_in_flight(self, draft: _Draft, request: Request) -> bool:
-        """Whether an uncollected step computes what this request could share: then waiting is cheaper."""
-        keys = request.block_keys
-        for prefills in (draft.prefills, *(plan.prefills for plan in self._in_flight)):
-            for chunk in prefills:
-                block, others = chunk.start // self.pool.block_size, chunk.request.block_keys
-                if block < min(len(keys), len(others)) and keys[block] == others[block]:
-                    return True
-        return False
-
-    def _make_room(self, draft: _Draft, request: Request) -> bool:
-        """See to one free block, by preempting requests that came later and have nothing in flight."""
-        while not self.pool.num_free:
-            victims = [
-                other
-                for other in self._running.values()
-                if not other.num_steps_in_flight and other.arrival_order > request.arrival_order
-            ]
-            if not victims:
-                return False
-            victim = max(victims, key=_seniority)
-            del self._running[victim.arrival_order]
-            self._release(victim)
-            victim.status = RequestStatus.WAITING
-            victim.num_computed_tokens = victim.num_written_tokens = 0
-            victim.num_preemptions += 1
-            self.num_preemptions += 1
-            draft.preempted.append(victim)
-            self._enqueue(victim)
-        return True
-
     def _enqueue(self, request: Request) -> None:
-        request.uncached_tokens = request.num_tokens - len(self._lookup(request)) * self.pool.block_size
+        request.uncached_tokens = request.num_tokens - self._kv.count_cached(request)
         self._waiting.add(request)
 
-    def _leave_queue(self, request: Request) -> None:
-        self._waiting.remove(request)
-        if request is self._blocked:
-            self._blocked = None
+    def _requeue_deferred(self) -> None:
+        """What they waited for may be written: they have less left to compute than when queued."""
+        for request in self._deferred.values():
+            if request.status is RequestStatus.WAITING:
+                self._waiting.remove(request)
+                self._enqueue(request)
+        self._deferred.clear()
 
-    def _lookup(self, request: Request) -> list[int]:
-        """Blocks with its longest cached prefix, short of its last token: one must be left to compute."""
-        if not self.pool.prefix_caching:
-            return []
-        num_blocks = (len(request.token_ids) - 1) // self.pool.block_size
-        self.pool.extend_keys(request.block_keys, request.token_ids, num_blocks)
-        return self.pool.lookup(request.block_keys, num_blocks)
+    def _make_room(self, draft: Draft, request: Request) -> bool:
+        """See to room for a token more, by preempting requests that came later and have nothing in flight."""
+        while not self._kv.room(request):
+            victims = [r for r in self._running.values() if not r.num_steps_in_flight]
+            victim = max(victims, key=by_arrival, default=request)
+            if victim.arrival_order <= request.arrival_order:
+                return False
+            self._preempt(draft, victim)
+        return True
 
-    def _release(self, request: Request) -> None:
-        self.pool.release(request.block_table)
-        request.block_table = []
-
-    # ---- collecting ----
+    def _preempt(self, draft: Draft, victim: Request) -> None:
+        del self._running[victim.arrival_order]
+        self._kv.release(victim)
+        victim.status = RequestStatus.WAITING
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        draft.preempted.append(victim)
+        self._enqueue(victim)
 
     def _collect(self, plan: StepPlan) -> None:
         if not self._in_flight or self._in_flight[0] is not plan:
@@ -452,27 +343,6 @@ class Scheduler:
         elif len(request.token_ids) >= request.max_total_tokens:
             self.finish(request, "length", now)
 
-    def _mark_written(self, request: Request, end: int) -> None:
-        """K/V up to ``end`` is written: the blocks this completes become findable."""
-        block_size = self.pool.block_size
-        first = request.num_written_tokens // block_size
-        last = min(end, len(request.token_ids)) // block_size  # what a dropped token wrote has no known ids
-        request.num_written_tokens = end
-        if last > first and self.pool.prefix_caching:
-            self.pool.extend_keys(request.block_keys, request.token_ids, last)
-            self.pool.index(request.block_table, request.block_keys, first, last)
-
     def _drain(self, request: Request) -> None:
         if not request.num_steps_in_flight and self._draining.pop(request.arrival_order, None) is not None:
-            self._release(request)
-
-
-def _uncomputed(request: Request) -> int:
-    """Tokens to compute before it samples; an estimate while it waits."""
-    if request.status is RequestStatus.WAITING:
-        return request.uncached_tokens
-    return request.num_tokens - request.num_computed_tokens
-
-
-def _seniority(request: Request) -> int:
-    return request.arrival_order
+            self._kv.release(request)

@@ -6,42 +6,76 @@ Knows nothing of budgets or blocks.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
+
+from nanochat.engine.block_pool import InvariantError
 
 if TYPE_CHECKING:
     from nanochat.engine.request import Request
 
-_by_arrival = attrgetter("arrival_order")
-_by_size = attrgetter("uncached_tokens", "arrival_order")
+by_arrival = attrgetter("arrival_order")
+by_size = attrgetter("uncached_tokens", "arrival_order")
+uncomputed = attrgetter("num_uncomputed_tokens")
 
 
 class WaitQueue:
-    """Sorted lists: a binary search and one memmove to add or remove, nothing to read the heads."""
+    """Two sorted lists: a binary search and one memmove to add or remove, nothing to read the heads.
 
-    def __init__(self) -> None:
+    It also remembers since when the oldest request has lacked memory: after ``patience`` steps of that
+    nobody may overtake it any more.
+    """
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
         self._arrival: list[Request] = []
         self._size: list[Request] = []
+        self._blocked: Request | None = None
+        self._blocked_since = 0
 
     def __len__(self) -> int:
         return len(self._arrival)
 
     @property
     def by_arrival(self) -> Sequence[Request]:
-        """Oldest first. A preempted request keeps its place, ahead of everyone who came later."""
+        """Oldest first. A preempted request is ahead of everyone who came later."""
         return self._arrival
 
-    @property
-    def by_size(self) -> Sequence[Request]:
-        """Fewest uncached tokens first (as found when the request was queued), then the oldest."""
-        return self._size
-
     def add(self, request: Request) -> None:
-        insort(self._arrival, request, key=_by_arrival)
-        insort(self._size, request, key=_by_size)
+        insort(self._arrival, request, key=by_arrival)
+        insort(self._size, request, key=by_size)
 
     def remove(self, request: Request) -> None:
         """``request.uncached_tokens`` must be what it was when the request was added."""
-        del self._arrival[bisect_left(self._arrival, _by_arrival(request), key=_by_arrival)]
-        del self._size[bisect_left(self._size, _by_size(request), key=_by_size)]
+        place = bisect_left(self._arrival, by_arrival(request), key=by_arrival)
+        if self._arrival[place : place + 1] != [request]:
+            raise ValueError(f"request {request.request_id} isn't in the queue")
+        del self._arrival[place]
+        del self._size[bisect_left(self._size, by_size(request), key=by_size)]
+        if request is self._blocked:
+            self._blocked = None
+
+    def window(self, size: int, step: int) -> Iterable[Request]:
+        """Who may be started in ``step``: the ``size`` oldest and ``size`` smallest, to bound the work."""
+        if self.blocked_steps(step) > self._patience:
+            return self._arrival[:1]
+        if len(self._arrival) <= size:
+            return self._arrival
+        return {*self._arrival[:size], *self._size[:size]}
+
+    def note_blocked(self, request: Request, step: int) -> None:
+        """``request`` found too little memory in ``step``; only the oldest one's wait is timed."""
+        if request is self._arrival[0] and request is not self._blocked:
+            self._blocked, self._blocked_since = request, step
+
+    def blocked_steps(self, step: int) -> int:
+        """For how many steps the oldest request has lacked memory, as of ``step``."""
+        return 0 if self._blocked is None else step - self._blocked_since
+
+    def check(self) -> None:
+        """Raises InvariantError if the two orders disagree or aren't in order. O(n log n)."""
+        if self._arrival != sorted(self._size, key=by_arrival) or self._size != sorted(
+            self._size, key=by_size
+        ):
+            raise InvariantError("The waiting queue's two orders are broken or hold different requests.")

@@ -1,0 +1,100 @@
+"""What one step computes, as the scheduler plans it and the runner executes it.
+
+Knows nothing of torch, blocks or policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nanochat.engine.request import Request
+
+
+class ScheduledChunk(NamedTuple):
+    """Tokens ``start`` to ``start + length`` of a request; ``samples``: its last row gives the next token.
+
+    A tuple rather than a frozen dataclass: every row of every step makes one, at less than half the cost.
+    """
+
+    request: Request
+    start: int
+    length: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. A request appears in it at most once."""
+
+    step: int
+    decodes: tuple[ScheduledChunk, ...]
+    """One token each, and each samples. The id of that token may still be pending."""
+    prefills: tuple[ScheduledChunk, ...]
+    preempted: tuple[Request, ...]
+    """Requests that lost their blocks to this step and wait again."""
+
+    @property
+    def chunks(self) -> tuple[ScheduledChunk, ...]:
+        """Decodes, then prefills: the order of the packed batch."""
+        return self.decodes + self.prefills
+
+    @property
+    def sampling(self) -> tuple[ScheduledChunk, ...]:
+        """The chunks that sample a token, in batch order."""
+        return self.decodes + tuple(chunk for chunk in self.prefills if chunk.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum(chunk.length for chunk in self.prefills)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.decodes and not self.prefills
+
+
+@dataclass(slots=True)
+class Draft:
+    """A plan in the making, and what is left to give out."""
+
+    step: int
+    now: float
+    budget: int
+    """Tokens not given out yet."""
+    promised_blocks: int = 0
+    """Blocks that running requests lack for the rest of their prefill."""
+    unfinished: list[Request] = field(default_factory=list)
+    """Requests that were prefilling when the step began."""
+    decodes: list[ScheduledChunk] = field(default_factory=list)
+    prefills: list[ScheduledChunk] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    admitting: bool = True
+    """False once memory turned out short: nothing more starts in this step."""
+
+    def schedule(self, request: Request, length: int) -> ScheduledChunk:
+        """Advance a request by its next ``length`` tokens, whose blocks it holds."""
+        start = request.num_computed_tokens
+        end = start + length
+        samples = end == request.num_tokens
+        request.num_computed_tokens = end
+        request.num_pending_tokens += samples
+        request.num_steps_in_flight += 1
+        request.last_step = self.step
+        if request.first_scheduled_s is None:
+            request.first_scheduled_s = self.now
+        self.budget -= length
+        return ScheduledChunk(request, start, length, samples)
+
+    def finish(self) -> StepPlan:
+        return StepPlan(self.step, tuple(self.decodes), tuple(self.prefills), tuple(self.preempted))
+
+
+def writes_shared_block(prefills: Iterable[ScheduledChunk], request: Request, block_size: int) -> bool:
+    """Whether one of these chunks begins in a block that ``request`` will want too, prefix and all."""
+    keys = request.block_keys
+    for chunk in prefills:
+        block, others = chunk.start // block_size, chunk.request.block_keys
+        if block < min(len(keys), len(others)) and keys[block] == others[block]:
+            return True
+    return False
