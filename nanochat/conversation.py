@@ -8,7 +8,7 @@ Knows tokenizers and templates; nothing of engines, threads, screens or storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import MappingProxyType
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from nanochat.engine.outputs import RequestOutput
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["user", "assistant"]
 _Piece = str | tuple[int, ...]
 
 
@@ -91,6 +91,11 @@ class Conversation:
         """What encloses the model's reasoning in its answers; None without any."""
         return self._template.reasoning_tags
 
+    @property
+    def opens_reasoning(self) -> bool:
+        """Whether the prompt itself opens the reasoning, so that the next answer begins inside it."""
+        return self._template.opens_reasoning(now=self.started, **self._template_kwargs)
+
     def add_user(self, text: str) -> None:
         """Append what the user says."""
         self._messages.append(Message("user", text))
@@ -98,14 +103,15 @@ class Conversation:
     def add_assistant(self, output: RequestOutput | str) -> None:
         """Append an answer: an output with its token ids, whatever ended it, or a bare text.
 
-        All of the output's ids stay in the context, also those of a stop string that isn't in its text.
+        All of the output's ids stay in the context, also those of a stop string that isn't in its text. Ids
+        that don't spell the text, because another model with another tokenizer wrote them, are left out.
         """
-        if isinstance(output, str) or not output.token_ids:
-            text = output if isinstance(output, str) else output.text
-            self._messages.append(Message("assistant", text))
-        else:
-            opener = self._find_seam().in_prompt
-            self._messages.append(Message("assistant", output.text, tuple(output.token_ids), opener))
+        if isinstance(output, str):
+            self._messages.append(Message("assistant", output))
+            return
+        token_ids = self._own_ids(output.token_ids, output.text)
+        opener = self._find_seam().in_prompt if token_ids else ""
+        self._messages.append(Message("assistant", output.text, token_ids, opener))
 
     def truncate(self, num_messages: int) -> None:
         """Keep the first messages only, to answer again or to send another text instead.
@@ -165,12 +171,11 @@ class Conversation:
                 started=datetime.fromisoformat(stored["started"]),
             )
             for message in stored["messages"]:
-                token_ids = tuple(map(int, message["token_ids"] or ())) or None
+                content = _text(message["content"])
+                token_ids = chat._own_ids(message["token_ids"] or (), content)
                 if message["role"] not in ("user", "assistant"):
                     raise ValueError(f"role {message['role']!r}")
-                chat._messages.append(
-                    Message(message["role"], _text(message["content"]), token_ids, _text(message["opener"]))
-                )
+                chat._messages.append(Message(message["role"], content, token_ids, _text(message["opener"])))
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidOption(f"The stored chat is damaged ({error!r}).") from error
         return chat
@@ -198,6 +203,12 @@ class Conversation:
                 before = self._tokenizer.decode(list(piece[-8:]), clean_up_tokenization_spaces=False)
         self._encoded = encoded
         return prompt
+
+    def _own_ids(self, token_ids: Iterable[int], text: str) -> tuple[int, ...] | None:
+        """The ids, if in this tokenizer they spell the text; it may be shorter, for a stop string's sake."""
+        ids = [int(token_id) for token_id in token_ids]
+        spelled = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return tuple(ids) if ids and spelled.startswith(text) else None
 
     def _pieces(self) -> Iterator[_Piece]:
         """The prompt as texts to encode and ids to take over; a text never follows another one."""

@@ -248,6 +248,7 @@ class TestRewritingTemplates:
         chat.add_user("Hello")
         prompt, generated = chat.prompt_ids(), say("qwen3", "hello hello\n</think>\n\nHi there.")
         assert as_text("qwen3", prompt).endswith("<think>\n")
+        assert chat.opens_reasoning
         chat.add_assistant(answer(tokenizer, generated))
         chat.add_user("And?")
         ids = chat.prompt_ids()
@@ -263,6 +264,7 @@ class TestRewritingTemplates:
         chat.add_user("Hello")
         prompt, generated = chat.prompt_ids(), say("qwen3", "Hi.")
         chat.add_assistant(answer(tokenizer, generated))
+        assert not chat.opens_reasoning
         chat.template_kwargs = {"enable_thinking": True}  # earlier answers began as they began
         chat.add_user("And?")
         assert chat.prompt_ids()[: len(prompt) + len(generated)] == prompt + generated
@@ -402,6 +404,17 @@ class TestEditing:
         assert restored.messages == chat.messages
         assert restored.prompt_ids() == chat.prompt_ids()
         assert restored.to_dict() == chat.to_dict()
+
+    def test_an_answer_of_another_model_is_text(self) -> None:
+        chat = Conversation(TOKENIZERS["llama2"])
+        chat.add_user("Hello")
+        chat.add_assistant(answer(TOKENIZERS["smollm2"], say("smollm2", "Hi there.")))
+        assert chat.messages[1] == Message("assistant", "Hi there.")
+        chat.add_user("And?")
+        assert "Hi there." in as_text("llama2", chat.prompt_ids())
+        stored = self.long_chat("smollm2").to_dict()
+        restored = Conversation.from_dict(TOKENIZERS["gemma"], stored)
+        assert all(message.token_ids is None for message in restored.messages)
 
     @pytest.mark.parametrize(
         "damage",

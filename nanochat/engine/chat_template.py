@@ -95,13 +95,7 @@ class ChatTemplate:
             guarded = _merge_system(guarded)
         variables = template_kwargs | {"add_generation_prompt": add_generation_prompt}
         try:
-            try:
-                return self._render(guarded, now, variables)
-            except TemplateRefusal:
-                joined = _join_runs(guarded)
-                if len(joined) == len(guarded):
-                    raise
-                return self._render(joined, now, variables)
+            return self._render_alternating(guarded, now, variables)
         except TemplateRefusal as error:
             raise InvalidOption(
                 f"The model's chat template doesn't take these messages: {_one_line(error)}"
@@ -170,6 +164,18 @@ class ChatTemplate:
             text = f"{PLACEHOLDER}{index}{PLACEHOLDER}" if index in verbatim else self.guard(content, role)
             guarded.append({"role": role, "content": text})
         return guarded
+
+    def _render_alternating(
+        self, messages: list[dict[str, str]], now: datetime | None, variables: Mapping[str, Any]
+    ) -> str:
+        """Joins messages of one role in a row only if the template refuses them."""
+        try:
+            return self._render(messages, now, variables)
+        except TemplateRefusal:
+            joined = _join_runs(messages)
+            if len(joined) == len(messages):
+                raise
+            return self._render(joined, now, variables)
 
     def _render(
         self, messages: list[dict[str, str]], now: datetime | None, variables: Mapping[str, Any]
