@@ -59,6 +59,10 @@ class PromptEncoder:
         }
         self._any_control = _alternatives(self.control_tokens)
         self._any_special = _alternatives(self.special_tokens)
+        self._beginnings = {
+            token[:length] for token in self.control_tokens for length in range(1, len(token))
+        }
+        self._longest = max(map(len, self.control_tokens), default=0)
         self._scanner = _Scanner(added, self.control_tokens)
 
     def guard(self, content: str, *, keep_template_tokens: bool = False) -> str:
@@ -71,7 +75,11 @@ class PromptEncoder:
         """
         content = _RESERVED.sub("\ufffd", content)
         pattern = self._any_special if keep_template_tokens else self._any_control
-        return pattern.sub(lambda match: _guarded(match[0]), content)
+        content = pattern.sub(lambda match: _guarded(match[0]), content)
+        # The text that the template puts after it must not complete a control token either.
+        if any(content[-length:] in self._beginnings for length in range(1, self._longest)):
+            content += GUARD
+        return content
 
     def encode(self, text: str, before: str = "") -> list[int]:
         """Token ids of rendered text, without tokens that the tokenizer would add at the ends.
