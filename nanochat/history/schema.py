@@ -69,14 +69,13 @@ _TABLES: Migration = (
         INSERT INTO message_index (message_index, rowid, text)
         VALUES ('delete', old.id, segmented(old.text));
     END""",
-    """CREATE TRIGGER message_unindexed AFTER UPDATE OF text, state ON messages
-    WHEN old.state <> 'streaming' AND (new.state = 'streaming' OR new.text <> old.text) BEGIN
+    # One trigger, because the order of two isn't defined: the old words must go before the new ones come.
+    """CREATE TRIGGER message_changed AFTER UPDATE OF text, state ON messages
+    WHEN new.text <> old.text OR (new.state = 'streaming') <> (old.state = 'streaming') BEGIN
         INSERT INTO message_index (message_index, rowid, text)
-        VALUES ('delete', old.id, segmented(old.text));
-    END""",
-    """CREATE TRIGGER message_indexed AFTER UPDATE OF text, state ON messages
-    WHEN new.state <> 'streaming' AND (old.state = 'streaming' OR new.text <> old.text) BEGIN
-        INSERT INTO message_index (rowid, text) VALUES (new.id, segmented(new.text));
+        SELECT 'delete', old.id, segmented(old.text) WHERE old.state <> 'streaming';
+        INSERT INTO message_index (rowid, text)
+        SELECT new.id, segmented(new.text) WHERE new.state <> 'streaming';
     END""",
     f"PRAGMA application_id = {APPLICATION_ID}",
 )

@@ -20,6 +20,9 @@ from nanochat.errors import HistoryError
 OPENING_TIMEOUT_S = 10.0
 """How long to wait while another process opens, and perhaps upgrades, the same database."""
 
+PROBE_S = 0.02
+"""How long to try a session's lock before it counts as held."""
+
 
 class Sessions:
     """Sessions of one database. Without a path it is in memory, and ours is the only one."""
@@ -68,9 +71,7 @@ class Sessions:
         if self._own_lock is not None:
             self._own_lock.release(force=True)
             self._own_lock = None
-            # An empty file that can't be removed means nothing: it isn't locked.
-            with contextlib.suppress(OSError):
-                self._lock_file(self.own_id).unlink(missing_ok=True)
+            _remove(self._lock_file(self.own_id))
 
     def is_alive(self, session_id: int | None) -> bool:
         """Whether that session's process still runs."""
@@ -82,10 +83,12 @@ class Sessions:
         if not file.exists():
             return False
         try:
-            with _lock(file, 0):
-                file.unlink(missing_ok=True)
+            # Not at once: another process may be asking the same just now, and hold it for a moment.
+            with _lock(file, PROBE_S):
+                pass
         except Timeout:
             return True
+        _remove(file)
         return False
 
     def others(self, connection: sqlite3.Connection) -> list[int]:
@@ -116,4 +119,10 @@ class Sessions:
 
 def _lock(file: Path, timeout_s: float) -> FileLock:
     # Not tied to the thread that takes it: the app closes its history from another one.
-    return FileLock(file, timeout=timeout_s, mode=0o600, thread_local=False)
+    return FileLock(file, timeout=timeout_s, mode=0o600, thread_local=False, poll_interval=0.01)
+
+
+def _remove(file: Path) -> None:
+    # Its lock is what counts: an empty file that can't be removed does no harm.
+    with contextlib.suppress(OSError):
+        file.unlink(missing_ok=True)

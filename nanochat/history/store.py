@@ -62,7 +62,7 @@ class History:
             memory only.
         report: called on another thread with an error when saving begins to fail (what isn't saved stays
             queued and is saved once that works again) or one change is refused for good, and with None when
-            saving works again.
+            saving works again. It must not call the history.
         save_interval_s: how long the text of a growing answer may wait before it is saved.
 
     Every method raises :class:`HistoryError` after :meth:`close`.
@@ -126,7 +126,8 @@ class History:
         if not self._writer.is_running:
             self._database.close()
         if problem is not None:
-            raise HistoryError(f"{unsaved} changes to your chats could not be saved. {problem}") from problem
+            changes_lost = "1 change" if unsaved == 1 else f"{unsaved} changes"
+            raise HistoryError(f"{changes_lost} to your chats could not be saved. {problem}") from problem
 
     # Chats
 

@@ -28,8 +28,8 @@ MAX_NAME_LENGTH = 10_000
 MAX_TOKEN_IDS = 4 * 2**20
 MAX_OPTIONS = 100
 """Entries of the sampling settings and of the metrics, and texts in one of them."""
-MAX_TIME = 253_402_300_799.0
-"""The last second of the year 9999."""
+MAX_TIME = 7_258_118_400.0
+"""The year 2200, in seconds since 1970: any later one may be beyond what dates can hold."""
 
 _CONTROLS = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"}
 _CONTROLS |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")

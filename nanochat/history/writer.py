@@ -36,6 +36,11 @@ class _Change:
     future: Future[Any] | None = None
     """Set if someone waits for the result; it then fails at once rather than being tried again."""
 
+    def is_wanted(self) -> bool:
+        """False if the caller has stopped waiting, and was told that nothing happened."""
+        future = self.future
+        return future is None or future.running() or future.set_running_or_notify_cancel()
+
 
 @dataclass(slots=True, eq=False)
 class Growth:
@@ -181,13 +186,12 @@ class Writer:
 
     def _save(self, batch: list[_Change]) -> None:
         results: list[tuple[_Change, Any, Exception | None]] = []
-        # A caller who has stopped waiting was told that nothing happened: nothing shall.
-        batch = [c for c in batch if c.future is None or c.future.set_running_or_notify_cancel()]
         with self._database.writing() as connection:
             try:
                 connection.execute("BEGIN IMMEDIATE")
                 for change in batch:
-                    results.append((change, *_apply(connection, change)))
+                    if change.is_wanted():
+                        results.append((change, *_apply(connection, change)))
                 connection.execute("COMMIT")
             except sqlite3.Error as error:
                 roll_back(connection)
@@ -211,8 +215,8 @@ class Writer:
             if any(change.future is not None for change in self._queue):
                 self._due = time.monotonic()
         for change in batch:
-            if change.future is not None:
-                self._deliver(change, None, problem)
+            if change.future is not None and change.is_wanted():
+                change.future.set_exception(problem)
         if is_news:
             self._tell(problem)
 

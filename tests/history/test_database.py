@@ -1,0 +1,385 @@
+"""Files that can't be opened, upgraded, read or written: a sentence each, and nothing lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nanochat.errors import HistoryError
+from nanochat.history import History
+from nanochat.history import database as database_module
+from nanochat.history import sessions as sessions_module
+from nanochat.history import store as store_module
+from nanochat.history import writer as writer_module
+from nanochat.history.database import Database, explain
+from nanochat.history.schema import MIGRATIONS
+
+UPGRADE = (*MIGRATIONS, ("ALTER TABLE chats ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0",))
+
+
+@pytest.fixture
+def saved(file: Path) -> Path:
+    """A closed history of one chat with one message."""
+    with History(file) as history:
+        history.add_message(history.create_chat("Chat"), None, "Hello")
+    return file
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database_module, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(writer_module, "RETRY_S", 0.05)
+
+
+def upgrade(file: Path, migrations: tuple[tuple[str, ...], ...], *, is_in_use: bool = False) -> None:
+    database = Database(file)
+    try:
+        database.prepare(lambda connection: is_in_use, migrations)
+    finally:
+        database.close()
+
+
+def user_version(file: Path) -> int:
+    with contextlib.closing(sqlite3.connect(file)) as connection:
+        return connection.execute("PRAGMA user_version").fetchone()[0]
+
+
+class TestPermissions:
+    def test_only_the_user_may_read(self, file: Path) -> None:
+        old = os.umask(0)
+        try:
+            with History(file) as history:
+                history.create_chat("Chat")
+                history.flush()
+                modes = {path.name: path.stat().st_mode & 0o777 for path in file.parent.iterdir()}
+        finally:
+            os.umask(old)
+        assert file.parent.stat().st_mode & 0o777 == 0o700
+        assert {"history.db", "history.db-wal", "history.db-shm"} <= set(modes)
+        assert set(modes.values()) == {0o600}
+
+    def test_an_open_file_is_closed_to_others_and_a_users_folder_is_left_alone(self, tmp_path: Path) -> None:
+        tmp_path.chmod(0o755)
+        (tmp_path / "history.db").touch(0o644)
+        History(tmp_path / "history.db").close()
+        assert (tmp_path / "history.db").stat().st_mode & 0o777 == 0o600
+        assert tmp_path.stat().st_mode & 0o777 == 0o755
+
+    def test_closing_leaves_no_files_but_the_database(self, saved: Path) -> None:
+        assert sorted(path.name for path in saved.parent.iterdir()) in (
+            ["history.db"],
+            ["history.db", "history.db-lock"],
+        )
+
+
+class TestUpgrade:
+    def test_a_copy_is_made_first(self, saved: Path) -> None:
+        upgrade(saved, UPGRADE)
+        assert user_version(saved) == 2
+        copy = saved.with_name("history.db.v1.backup")
+        assert copy.stat().st_mode & 0o777 == 0o600
+        assert not list(saved.parent.glob("*.part"))
+        assert user_version(copy) == 1
+        with History(copy) as history:
+            (chat,) = history.list_chats()
+            assert [message.text for message in history.path(chat.id)] == ["Hello"]
+
+    def test_what_is_only_in_the_log_is_copied_too(self, file: Path) -> None:
+        history = History(file)
+        history.create_chat("in the log")
+        history.flush()
+        upgrade(file, UPGRADE)
+        with contextlib.closing(sqlite3.connect(file.with_name("history.db.v1.backup"))) as copy:
+            assert copy.execute("SELECT title FROM chats").fetchall() == [("in the log",)]
+        history.close()
+
+    def test_a_newer_file_is_refused_and_untouched(self, saved: Path) -> None:
+        upgrade(saved, UPGRADE)
+        before = saved.read_bytes()
+        with pytest.raises(HistoryError, match=r"its format is 2, this one knows 1\)\. Update nanochat"):
+            History(saved)
+        assert saved.read_bytes() == before
+
+    @pytest.mark.parametrize(
+        "statement",
+        ["CREATE TABLE chats (id)", "UPDATE messages SET chat_id = 99"],
+        ids=["a statement fails", "a message loses its chat"],
+    )
+    def test_a_failed_upgrade_changes_nothing(self, saved: Path, statement: str) -> None:
+        with pytest.raises(sqlite3.Error):
+            upgrade(saved, (*UPGRADE, (statement,)))
+        assert user_version(saved) == 1
+        with History(saved) as history:
+            assert len(history.search("Hello")) == 1
+
+    def test_not_while_another_process_has_it_open(self, saved: Path) -> None:
+        with pytest.raises(HistoryError, match="another nanochat has it open"):
+            upgrade(saved, UPGRADE, is_in_use=True)
+        assert user_version(saved) == 1
+
+    def test_another_programs_database_is_refused(self, tmp_path: Path) -> None:
+        for version in (0, 1):
+            path = tmp_path / f"{version}.db"
+            with contextlib.closing(sqlite3.connect(path)) as connection:
+                connection.execute("CREATE TABLE theirs (a)")
+                connection.execute(f"PRAGMA user_version = {version}")
+            with pytest.raises(HistoryError, match="a database of another program"):
+                History(path)
+
+    def test_an_old_sqlite_is_refused(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 34, 1))
+        with pytest.raises(HistoryError, match=r"needs SQLite 3\.37\.0 or newer"):
+            History(file)
+        assert not file.exists()
+
+
+class TestCannotOpen:
+    @pytest.mark.parametrize("size", [1, 100, 5000, 100_000])
+    def test_garbage(self, file: Path, size: int) -> None:
+        file.parent.mkdir()
+        file.write_bytes(b"garbage!" * size)
+        with pytest.raises(HistoryError, match=r"history\.db is damaged or no database\. Move it away"):
+            History(file)
+        assert file.read_bytes() == b"garbage!" * size
+
+    def test_damaged_pages(self, saved: Path) -> None:
+        content = bytearray(saved.read_bytes())
+        content[4096:] = b"\xff" * (len(content) - 4096)
+        saved.write_bytes(content)
+        with pytest.raises(HistoryError, match="is damaged"):
+            History(saved)
+
+    def test_a_damaged_page_found_while_reading(self, file: Path) -> None:
+        with History(file) as history:
+            chat_id = history.create_chat("Chat")
+            for number in range(200):
+                history.add_message(chat_id, None, f"marker{number} " * 100)
+        content = bytearray(file.read_bytes())
+        for page in range(4096, len(content), 4096):
+            if b"marker100 marker100" in content[page : page + 4096]:
+                content[page : page + 4096] = b"\xff" * 4096
+        file.write_bytes(content)
+        with History(file) as history, pytest.raises(HistoryError, match="is damaged"):
+            history.tree(chat_id)
+
+    def test_values_that_are_no_json(self, saved: Path) -> None:
+        with contextlib.closing(sqlite3.connect(saved)) as connection:
+            connection.execute("UPDATE chats SET sampling = '[]'")
+            connection.commit()
+        with History(saved) as history, pytest.raises(HistoryError, match="can't be used: no JSON object"):
+            history.list_chats()
+
+    def test_a_folder_in_its_place(self, file: Path) -> None:
+        file.mkdir(parents=True)
+        with pytest.raises(HistoryError, match="Set NANOCHAT_DATA_DIR"):
+            History(file)
+
+    def test_a_file_in_its_folders_place(self, file: Path) -> None:
+        file.parent.write_text("")
+        with pytest.raises(HistoryError, match="Set NANOCHAT_DATA_DIR"):
+            History(file)
+
+    def test_locked(self, saved: Path, impatient: None) -> None:
+        with contextlib.closing(sqlite3.connect(saved)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(HistoryError, match="another program has locked"):
+                History(saved)
+            other.rollback()
+        History(saved).close()
+
+    def test_another_process_is_opening(self, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sessions_module, "OPENING_TIMEOUT_S", 0.05)
+        with (
+            sessions_module.Sessions(saved).opening(),
+            pytest.raises(HistoryError, match="still opening"),
+        ):
+            History(saved)
+
+    @pytest.mark.parametrize("folder_mode", [0o555, 0o755])
+    def test_read_only(self, saved: Path, folder_mode: int) -> None:
+        with readable_by_all() as folder:
+            path = folder / "history.db"
+            shutil.copy(saved, path)
+            path.chmod(0o444)
+            folder.chmod(folder_mode)
+            sentence = run_without_privileges(
+                f"History(Path({str(path)!r}))", f"History(Path({str(folder / 'new' / 'history.db')!r}))"
+            )
+            folder.chmod(0o755)
+        assert len(sentence) == 2
+        assert all("can't be used: Permission denied. Set NANOCHAT_DATA_DIR" in line for line in sentence)
+
+
+@contextlib.contextmanager
+def readable_by_all() -> Iterator[Path]:
+    """pytest's own folders may be entered only by their owner."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def run_without_privileges(*expressions: str) -> list[str]:
+    """The error of each expression, in a process that isn't root's."""
+    code = (
+        "import os\nfrom pathlib import Path\nfrom nanochat.errors import HistoryError\n"
+        "from nanochat.history import History\nif os.getuid() == 0: os.setuid(65534)\n"
+    )
+    for expression in expressions:
+        code += f"try: {expression}\nexcept HistoryError as error: print(error)\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+class TestCannotWrite:
+    def test_locked_meanwhile_nobody_waits_and_nothing_is_lost(self, saved: Path, impatient: None) -> None:
+        problems: list[HistoryError | None] = []
+        recovered = threading.Event()
+
+        def report(problem: HistoryError | None) -> None:
+            problems.append(problem)
+            if problem is None:
+                recovered.set()
+
+        with History(saved, report=report) as history:
+            with contextlib.closing(sqlite3.connect(saved)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                chat_id = history.create_chat("Second")
+                message_id = history.begin_answer(chat_id, None)
+                for number in range(50):
+                    history.grow_answer(message_id, f"{number} ", [number])
+                with pytest.raises(HistoryError, match="another program has locked"):
+                    history.flush()
+                with pytest.raises(HistoryError, match="another program has locked"):
+                    history.delete_chat(chat_id)
+                history.grow_answer(message_id, "end")
+                assert [chat.title for chat in history.list_chats()] == ["Chat"]
+                other.rollback()
+            assert recovered.wait(20)
+            assert history.path(chat_id)[0].text == "".join(f"{number} " for number in range(50)) + "end"
+        assert len(problems) == 2
+        assert "another program has locked" in str(problems[0])
+
+    def test_what_a_caller_gave_up_waiting_for_is_not_done_later(
+        self, saved: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with History(saved) as history:
+            (chat,) = history.list_chats()
+            monkeypatch.setattr(store_module, "WAIT_S", 0.05)
+            with contextlib.closing(sqlite3.connect(saved)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                with pytest.raises(HistoryError, match=r"didn't answer within 0\.05 s"):
+                    history.delete_chat(chat.id)
+                other.rollback()
+            monkeypatch.undo()
+            history.flush()
+            assert history.list_chats() == [chat]
+
+    def test_closing_says_what_is_lost(self, saved: Path, impatient: None) -> None:
+        history = History(saved)
+        with contextlib.closing(sqlite3.connect(saved)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            history.create_chat("lost")
+            with pytest.raises(HistoryError, match=r"^1 change to your chats .* another program has locked"):
+                history.close()
+            other.rollback()
+        history.close()
+        with History(saved) as reopened:
+            assert [chat.title for chat in reopened.list_chats()] == ["Chat"]
+
+    def test_a_full_disk(self, file: Path) -> None:
+        """A limit on file sizes acts like a full disk, and can be lifted again."""
+        code = f"""
+import json, resource, sys, threading
+from pathlib import Path
+from nanochat.errors import HistoryError
+from nanochat.history import History, writer
+writer.RETRY_S = 0.05
+problems, recovered = [], threading.Event()
+def report(problem):
+    problems.append(problem and str(problem))
+    if problem is None:
+        recovered.set()
+path = Path({str(file)!r})
+history = History(path, report=report, save_interval_s=0.01)
+chat_id = history.create_chat("Chat")
+history.flush()
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+size = path.with_name("history.db-wal").stat().st_size
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10_000, hard))
+last = None
+for number in range(40):
+    last = history.add_message(chat_id, last, f"{{number}} " * 500)
+answer = history.begin_answer(chat_id, last)
+history.grow_answer(answer, "partial", [1])
+try:
+    history.flush()
+except HistoryError as error:
+    flushed = str(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+recovered.wait(20)
+print(json.dumps([flushed, problems, len(history.path(chat_id)), history.path(chat_id)[-1].text]))
+history.close()
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        flushed, problems, count, text = json.loads(done.stdout)
+        assert "disk" in flushed
+        assert problems == [flushed, None]
+        assert (count, text) == (41, "partial")
+        with contextlib.closing(sqlite3.connect(file)) as connection:
+            assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+    def test_a_full_disk_is_named(self, file: Path) -> None:
+        with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+            connection.execute("CREATE TABLE t (a)")
+            connection.execute("PRAGMA max_page_count = 3")
+            with pytest.raises(sqlite3.OperationalError) as caught:
+                connection.execute("INSERT INTO t VALUES (zeroblob(100000))")
+        assert "the disk is full. Make room on the disk that holds" in str(explain(caught.value, file))
+
+    def test_a_faulty_listener_doesnt_stop_saving(self, saved: Path) -> None:
+        def report(problem: HistoryError | None) -> None:
+            raise RuntimeError("the app has a bug")
+
+        with History(saved, report=report) as history:
+            history.rename_chat(123, "not there")
+            chat_id = history.create_chat("Second")
+            assert history.chat(chat_id).title == "Second"
+
+    def test_one_refused_change_leaves_the_others(self, saved: Path) -> None:
+        problems: list[HistoryError | None] = []
+        with History(saved, report=problems.append) as history:
+            history.create_chat("before")
+            for refused in (123, 124):
+                history.resume_answer(refused)
+            history.create_chat("after")
+            assert [chat.title for chat in history.list_chats()] == ["after", "before", "Chat"]
+        assert [str(problem) for problem in problems] == [
+            "A change could not be saved: its answer was deleted in another window."
+        ] * 2
+
+    def test_after_closing(self, saved: Path) -> None:
+        history = History(saved)
+        history.close()
+        for use in (
+            lambda: history.create_chat("x"),
+            lambda: history.grow_answer(1, "x"),
+            history.list_chats,
+            history.restore_tabs,
+            history.flush,
+        ):
+            with pytest.raises(HistoryError, match="has been closed"):
+                use()
