@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Tests run side by side, one thread each: OpenMP loses far more than it gains on contended cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
 
 .PHONY: chat test check lint format clean
 

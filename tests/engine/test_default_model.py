@@ -18,7 +18,7 @@ from tests.engine.conftest import assert_idle_and_consistent
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("default-model")]
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 QUESTIONS = [
     "What is the capital of France?",
     "Name three primary colours.",
