@@ -1,16 +1,19 @@
-"""Where a step's rows find their context in the cache, worked out once a step for the CPU's attention.
+"""Which calls into PyTorch a step's attention takes on the CPU, worked out once for all layers.
 
-All layers of a model read the same slots, so what this derives from block tables and lengths is kept in
-``AttentionBatch.scratch`` and costs one layer in thirty. Knows nothing of K, V or arithmetic.
+Every layer of a model reads the same slots, so what follows from block tables and lengths is kept in
+``AttentionBatch.scratch``: grouping of decode rows, tiles, masks, and the buffers that K and V are copied to
+where they can't be read in place. Does no arithmetic on Q, K or V. docs/kernels.md has the measurements
+behind the constants.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
-from nanochat.kernels.cache import AttentionBatch
+from nanochat.kernels.cache import AttentionBatch, LayerCache
 
 VIEW_MIN_TOKENS = 512
 """Contiguous contexts longer than this are read in place; copying shorter ones, to share a call, is faster."""
@@ -18,137 +21,262 @@ MAX_PADDING = 192
 """Padding a row by up to this many tokens costs less than another call."""
 GROUP_TOKENS = 4096
 """Most tokens, padding included, that one group of decode rows copies."""
+QUERY_TILE = 256
+"""Queries that share one mask."""
+KEY_TILE = 1024
+"""Tokens that are converted from INT8 at a time: their float32 copy stays in a core's own cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Slots of consecutive context tokens: ``start .. start + length - 1``, or ``slots [length]`` int64."""
+class Buffers:
+    """Memory that the contexts of a step take turns to use, a buffer for each purpose."""
 
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def take(self, purpose: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor. An earlier one of this purpose is overwritten with it."""
+        size = 1
+        for n in shape:
+            size *= n
+        memory = self._memory.get((purpose, dtype))
+        if memory is None or memory.numel() < size:
+            memory = self._memory[purpose, dtype] = torch.empty(size, dtype=dtype)
+        return memory[:size].view(shape)
+
+    def largest(self) -> int:
+        """Elements of the largest buffer."""
+        return max((memory.numel() for memory in self._memory.values()), default=0)
+
+
+@dataclass(slots=True)
+class Context:
+    """Cached tokens that one call reads: ``length`` of each of ``rows`` rows."""
+
+    rows: int
+    length: int
     start: int
-    length: int
-    slots: torch.Tensor | None = None
+    """First slot, if the tokens of the one row lie in slots side by side."""
+    slots: torch.Tensor | None
+    """``[rows * length]`` int64, if they don't."""
+    buffers: Buffers
+    targets: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    """Views of the buffers, made for the first layer."""
 
-    def part(self, begin: int, end: int) -> Span:
-        """Tokens ``begin .. end - 1`` of this span."""
+    def part(self, begin: int, end: int) -> Context:
+        """Tokens ``begin .. end - 1`` of a context of one row."""
         slots = None if self.slots is None else self.slots[begin:end]
-        return Span(self.start + begin, end - begin, slots)
+        return Context(1, end - begin, self.start + begin, slots, self.buffers)
+
+    def read(self, cache: LayerCache, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V ``[rows, Hkv, length, D]`` in ``dtype``; valid until another context is read."""
+        if cache.k_scale is None or cache.v_scale is None:
+            return self._read(cache.k, "k"), self._read(cache.v, "v")
+        k = self._convert(cache.k, cache.k_scale, "k", dtype)
+        return k, self._convert(cache.v, cache.v_scale, "v", dtype)
+
+    def _read(self, data: torch.Tensor, name: str) -> torch.Tensor:
+        if self.slots is None:
+            _, token, head, dim = data.stride()
+            size = (1, data.shape[2], self.length, data.shape[3])
+            first = data.storage_offset() + self.start * token
+            return data.as_strided(size, (0, head, token, dim), first)
+        target, by_head = self._targets(name, data, data.dtype)
+        torch.index_select(data.view(-1, *data.shape[2:]), 0, self.slots, out=target)
+        return by_head
+
+    def _convert(
+        self, data: torch.Tensor, scale: torch.Tensor, name: str, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """``data * scale``, multiplied in float32 before it is rounded to ``dtype``."""
+        data, scale = data.view(-1, *data.shape[2:]), scale.view(-1, scale.shape[2])
+        wide, by_head = self._targets(name + "_wide", data, torch.float32)
+        if self.slots is None:
+            data, scale = (x.narrow(0, self.start, self.length) for x in (data, scale))
+        else:
+            narrow, _ = self._targets(name, data, data.dtype)
+            data = torch.index_select(data, 0, self.slots, out=narrow)
+            scale = scale.index_select(0, self.slots)
+        wide.copy_(data).mul_(scale.unsqueeze(-1))
+        if dtype == torch.float32:
+            return by_head
+        rounded, by_head = self._targets(name + "_rounded", data, dtype)
+        rounded.copy_(wide)
+        return by_head
+
+    def _targets(
+        self, name: str, data: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A buffer ``[rows * length, Hkv, D]``, and its view as ``[rows, Hkv, length, D]``."""
+        targets = self.targets.get(name)
+        if targets is None:
+            heads, dim = data.shape[-2:]
+            flat = self.buffers.take(name, (self.rows * self.length, heads, dim), dtype)
+            by_head = flat.view(self.rows, self.length, heads, dim).transpose(1, 2)
+            targets = self.targets[name] = (flat, by_head)
+        return targets[0], targets[1]
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Decode rows that share one attention call, padded to ``length`` tokens each."""
+class DecodeCall:
+    """Decode rows whose attention is computed together."""
 
-    num_rows: int
-    length: int
-    span: Span
+    tiles: list[Context]
+    """One context of all rows, or that of a single row in several pieces."""
     mask: torch.Tensor | None
-    """``[num_rows, 1, 1, length]``, added to the scores: -inf on padding. None if nothing is padded."""
+    """``[rows, 1, 1, length]``, added to the scores: -inf on padding. None if nothing is padded."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """All decode rows with a context, in the order of the groups' results."""
+    """All decode rows that have a context."""
 
-    groups: list[DecodeGroup]
+    calls: list[DecodeCall]
     order: torch.Tensor | None
-    """``[rows]`` int64: the row of each result. None: results are all rows in their own order."""
+    """``[rows]`` int64: the row of each of the calls' results. None: results are all rows in their order."""
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillRow:
-    """One row's queries, and the part of its context that any of them sees."""
+class PrefillCall:
+    """Consecutive queries of one row, and the keys that at least one of them sees."""
 
-    first_token: int
-    """Of its queries, in the packed batch."""
-    num_queries: int
-    first_position: int
-    """Of its queries, in its sequence."""
-    first_key: int
-    """Position of the first context token that a query sees; ``span`` starts here."""
-    span: Span
-    window: int
-    """0 if the window hides nothing from this row."""
+    first: int
+    last: int
+    """Packed tokens ``first .. last - 1``."""
+    tiles: list[Context]
+    mask: torch.Tensor | None
+    """``[queries, keys]`` of the last tile, added to the scores; the tiles before it are seen by all."""
+    is_causal: bool
+    """Instead of a mask: queries and keys are the same tokens."""
 
 
-def locate(tables: torch.Tensor, block_size: int, begins: list[int], ends: list[int]) -> Span:
-    """Tokens ``begins[r] .. ends[r] - 1`` of each row of ``tables [r, M]``, padded to the longest.
+class Planner:
+    """Plans the layers of one step that share a window."""
 
-    Padding repeats a row's own last token, so that no slot is read that isn't written.
-    """
-    length = max(end - begin for begin, end in zip(begins, ends, strict=True))
-    if len(begins) == 1:
-        blocks = tables[0, begins[0] // block_size : (ends[0] - 1) // block_size + 1].tolist()
-        if blocks == list(range(blocks[0], blocks[0] + len(blocks))):
-            return Span(blocks[0] * block_size + begins[0] % block_size, length)
-    positions = torch.arange(length) + torch.tensor(begins).unsqueeze(1)
-    positions = positions.minimum(torch.tensor(ends).unsqueeze(1) - 1)
-    blocks_of = tables.long().gather(1, positions // block_size)
-    return Span(0, length, (blocks_of * block_size + positions % block_size).flatten())
+    def __init__(self, batch: AttentionBatch, block_size: int, window: int, dtype: torch.dtype) -> None:
+        self.batch = batch
+        self.block_size = block_size
+        self.window = window
+        self.dtype = dtype
+        self.buffers = batch.scratch.setdefault("buffers", Buffers())
+        self._largest_mask: torch.Tensor | None = None
+
+    def locate(self, rows: list[int], begins: list[int], ends: list[int]) -> Context:
+        """Tokens ``begins[i] .. ends[i] - 1`` of each row, padded to the longest.
+
+        Padding repeats a row's own last token, so that no slot is read that isn't written.
+        """
+        size = self.block_size
+        length = max(end - begin for begin, end in zip(begins, ends, strict=True))
+        if len(rows) == 1:
+            blocks = self.batch.block_tables[rows[0], begins[0] // size : (ends[0] - 1) // size + 1].tolist()
+            if blocks == list(range(blocks[0], blocks[0] + len(blocks))):
+                return Context(1, length, blocks[0] * size + begins[0] % size, None, self.buffers)
+        positions = torch.arange(length) + torch.tensor(begins).unsqueeze(1)
+        positions = positions.minimum(torch.tensor(ends).unsqueeze(1) - 1)
+        blocks_of = self.batch.block_tables[rows].long().gather(1, positions // size)
+        slots = (blocks_of * size + positions % size).flatten()
+        return Context(len(rows), length, 0, slots, self.buffers)
+
+    def decode(self, in_tiles: bool) -> DecodePlan:
+        """Few calls with little padding that cover all decode rows; ``in_tiles``: of `KEY_TILE` at most."""
+        lens = self.batch.context_lens[: self.batch.num_decodes].tolist()
+        sizes = [min(length, self.window) if self.window else length for length in lens]
+        rows = sorted((r for r in range(len(lens)) if lens[r] > 0), key=lambda r: -sizes[r])
+        group_tokens = KEY_TILE if in_tiles else GROUP_TOKENS
+        calls: list[DecodeCall] = []
+        first = 0
+        while first < len(rows):
+            longest = sizes[rows[first]]
+            last = first + 1
+            while (
+                last < len(rows)
+                and longest - sizes[rows[last]] <= MAX_PADDING
+                and longest * (last + 1 - first) <= group_tokens
+            ):
+                last += 1
+            calls += self._decode_calls(rows[first:last], lens, sizes, in_tiles)
+            first = last
+        in_order = rows == list(range(len(lens)))
+        return DecodePlan(calls, None if in_order else torch.tensor(rows, dtype=torch.int64))
+
+    def _decode_calls(
+        self, rows: list[int], lens: list[int], sizes: list[int], in_tiles: bool
+    ) -> list[DecodeCall]:
+        """One call for ``rows``, or one for each where all are long and lie in place."""
+
+        def locate(some: list[int]) -> Context:
+            return self.locate(some, [lens[r] - sizes[r] for r in some], [lens[r] for r in some])
+
+        if len(rows) == 1 or sizes[rows[-1]] > VIEW_MIN_TOKENS:
+            contexts = [locate([r]) for r in rows]
+            if len(rows) == 1 or all(context.slots is None for context in contexts):
+                step = KEY_TILE if in_tiles else contexts[0].length
+                return [DecodeCall(_cut(context, step), None) for context in contexts]
+        length = sizes[rows[0]]
+        mask = None
+        if sizes[rows[-1]] != length:
+            padding = torch.arange(length) >= torch.tensor([sizes[r] for r in rows]).unsqueeze(1)
+            mask = torch.zeros(padding.shape, dtype=self.dtype).masked_fill_(padding, float("-inf"))
+            mask = mask.view(len(rows), 1, 1, length)
+        return [DecodeCall([locate(rows)], mask)]
+
+    def prefill(self, in_tiles: bool, fused: bool) -> list[PrefillCall]:
+        """Calls for every row after the decodes that has a context; ``fused`` attention needs few masks."""
+        lens = self.batch.context_lens.tolist()
+        starts = self.batch.query_starts.tolist()
+        calls = []
+        for row in range(self.batch.num_decodes, self.batch.num_rows):
+            if lens[row] > 0 and starts[row + 1] > starts[row]:
+                calls += self._prefill_row(row, starts[row], starts[row + 1], lens[row], in_tiles, fused)
+        return calls
+
+    def _prefill_row(
+        self, row: int, first: int, last: int, length: int, in_tiles: bool, fused: bool
+    ) -> list[PrefillCall]:
+        window = self.window if self.window < length else 0
+        prefix = length - (last - first)
+        # Positions of the keys are counted from the first that any query sees.
+        origin = max(0, prefix - window + 1) if window else 0
+        context = self.locate([row], [origin], [length])
+        if fused and prefix == 0 and not window and not (in_tiles and length > KEY_TILE):
+            return [PrefillCall(first, last, [context], None, True)]
+        calls = []
+        for begin in range(first, last, QUERY_TILE):
+            end = min(begin + QUERY_TILE, last)
+            own = prefix - origin + begin - first
+            keys = [max(0, own - window + 1) if window else 0, own + end - begin]
+            if in_tiles and not window and keys[1] > KEY_TILE:
+                # All queries see all that lies before their own tokens.
+                keys = [*range(0, own, KEY_TILE), own, keys[1]]
+            tiles = [context.part(a, b) for a, b in pairwise(keys)]
+            mask = self._mask(window, end - begin, tiles[-1].length)
+            calls.append(PrefillCall(begin, end, tiles, mask, False))
+        return calls
+
+    def _mask(self, window: int, num_queries: int, num_keys: int) -> torch.Tensor | None:
+        """``[num_queries, num_keys]`` for queries that stand at the last of the keys.
+
+        All such masks of a step are lower right corners of one.
+        """
+        if num_queries == 1:
+            return None
+        if self._largest_mask is None:
+            rows = min(QUERY_TILE, self.batch.max_query_len)
+            columns = self.batch.max_context_len
+            if self.window:
+                columns = min(columns, self.window + rows - 1)
+            visible = torch.ones(rows, columns, dtype=torch.bool).tril_(columns - rows)
+            if self.window:
+                visible.triu_(columns - rows - self.window + 1)
+            mask = torch.zeros(rows, columns, dtype=self.dtype)
+            self._largest_mask = mask.masked_fill_(~visible, float("-inf"))
+        rows, columns = self._largest_mask.shape
+        return self._largest_mask[rows - num_queries :, columns - num_keys :]
 
 
-def plan_decode(
-    batch: AttentionBatch, block_size: int, window: int, dtype: torch.dtype, group_tokens: int
-) -> DecodePlan:
-    """Group the decode rows so that few calls with little padding cover them."""
-    lens = batch.context_lens[: batch.num_decodes].tolist()
-    sizes = [min(length, window) if window else length for length in lens]
-    rows = sorted((r for r in range(len(lens)) if lens[r] > 0), key=lambda r: -sizes[r])
-    groups: list[DecodeGroup] = []
-    first = 0
-    while first < len(rows):
-        longest = sizes[rows[first]]
-        last = first + 1
-        while (
-            last < len(rows)
-            and longest - sizes[rows[last]] <= MAX_PADDING
-            and longest * (last + 1 - first) <= group_tokens
-        ):
-            last += 1
-        groups += _decode_groups(batch, block_size, rows[first:last], lens, sizes, dtype)
-        first = last
-    identity = rows == list(range(len(lens)))
-    return DecodePlan(groups, None if identity else torch.tensor(rows, dtype=torch.int64))
-
-
-def _decode_groups(
-    batch: AttentionBatch,
-    block_size: int,
-    rows: list[int],
-    lens: list[int],
-    sizes: list[int],
-    dtype: torch.dtype,
-) -> list[DecodeGroup]:
-    """One group of ``rows``, or one for each where all are long and lie in place."""
-
-    def span_of(some: list[int]) -> Span:
-        ends = [lens[r] for r in some]
-        return locate(batch.block_tables[some], block_size, [lens[r] - sizes[r] for r in some], ends)
-
-    if len(rows) == 1 or sizes[rows[-1]] > VIEW_MIN_TOKENS:
-        spans = [span_of([r]) for r in rows]
-        if len(rows) == 1 or all(span.slots is None for span in spans):
-            return [DecodeGroup(1, span.length, span, None) for span in spans]
-    length = sizes[rows[0]]
-    mask = None
-    if sizes[rows[-1]] != length:
-        padding = torch.arange(length) >= torch.tensor([sizes[r] for r in rows]).unsqueeze(1)
-        mask = torch.zeros(padding.shape, dtype=dtype).masked_fill_(padding, float("-inf"))
-        mask = mask.view(len(rows), 1, 1, length)
-    return [DecodeGroup(len(rows), length, span_of(rows), mask)]
-
-
-def plan_prefill(batch: AttentionBatch, block_size: int, window: int) -> list[PrefillRow]:
-    """Locate the context of every row after the decodes that has any."""
-    lens = batch.context_lens.tolist()
-    starts = batch.query_starts.tolist()
-    plan = []
-    for row in range(batch.num_decodes, batch.num_rows):
-        length, count = lens[row], starts[row + 1] - starts[row]
-        if length == 0 or count == 0:
-            continue
-        row_window = window if window < length else 0
-        first_position = length - count
-        first_key = max(0, first_position - row_window + 1) if row_window else 0
-        span = locate(batch.block_tables[row : row + 1], block_size, [first_key], [length])
-        plan.append(PrefillRow(starts[row], count, first_position, first_key, span, row_window))
-    return plan
+def _cut(context: Context, step: int) -> list[Context]:
+    """The context of one row in pieces of ``step`` tokens."""
+    if context.length <= step:
+        return [context]
+    ends = [*range(0, context.length, step), context.length]
+    return [context.part(a, b) for a, b in pairwise(ends)]
