@@ -21,7 +21,7 @@ def _require(condition: bool, sentence: str) -> None:
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """O(blocks + tokens in flight).
+    """O(blocks + rows in flight). Blocks are held by someone who still needs them, so none can leak.
 
     Raises:
         InvariantError: something doesn't add up; the sentence says what.
@@ -35,8 +35,6 @@ def check_scheduler(scheduler: Scheduler) -> None:
         _check_waiting(request)
     _require(len(scheduler._running) <= scheduler.max_num_seqs, "More requests run than max_num_seqs.")
     scheduler._waiting.check()
-    if not scheduler.has_work:
-        _require(scheduler.pool.num_used == 0, f"{scheduler.pool.num_used} blocks leaked.")
 
 
 def _check_in_flight(scheduler: Scheduler, holders: list[Request]) -> None:

@@ -34,30 +34,27 @@ class KVCacheManager:
         """Tokens the prefix cache could give it now. O(log tokens) once its tokens have been hashed."""
         return self.pool.count_cached(request.block_keys, self._hash(request)) * self.pool.block_size
 
-    def start(self, request: Request, free_blocks: int, spare_blocks: int) -> bool:
-        """Give a request its cached prefix, if one new block fits ``free_blocks`` and all ``spare_blocks``.
+    def start(self, request: Request, length: int, spare_blocks: int, soon_blocks: int) -> bool:
+        """Give a request its cached prefix, unless there are too few blocks for what is to follow it.
 
-        A cached block that nobody holds costs as much as a new one: claiming it takes it off the free list.
+        The next ``length`` tokens must fit ``spare_blocks``; all it has, those and ``soon_blocks`` more. A
+        cached block that nobody holds costs as much as a new one: claiming it takes it off the free list.
         """
         hits = self.pool.lookup(request.block_keys, self._hash(request))
-        claimed = self.pool.num_free_among(hits)
-        if (
-            claimed + 1 > free_blocks
-            or claimed + self.num_blocks(request.num_tokens) - len(hits) > spare_blocks
-        ):
+        cached = len(hits) * self.pool.block_size
+        held_by_others = len(hits) - self.pool.num_free_among(hits)
+        first = self.num_blocks(min(request.num_tokens, cached + length)) - held_by_others
+        whole = self.num_blocks(request.num_tokens) - held_by_others
+        if first > spare_blocks or whole > spare_blocks + soon_blocks:
             return False
         self.pool.claim(hits)
         request.block_table = hits
-        request.num_computed_tokens = request.num_written_tokens = len(hits) * self.pool.block_size
+        request.num_computed_tokens = request.num_written_tokens = cached
         return True
 
-    def freed_within(self, steps: int, running: Iterable[Request]) -> int:
-        """Blocks that only requests hold which will have sampled their last token ``steps`` steps on."""
-        if not steps:
-            return 0
-        ending = [
-            r for r in running if r.max_total_tokens - r.num_tokens < steps and r.num_uncomputed_tokens <= 1
-        ]
+    def about_to_be_freed(self, running: Iterable[Request]) -> int:
+        """Blocks that only requests hold whose last token is being sampled."""
+        ending = [r for r in running if r.num_tokens == r.max_total_tokens]
         return sum(self.pool.ref_count(block) == 1 for request in ending for block in request.block_table)
 
     def lacking_blocks(self, request: Request) -> int:

@@ -32,14 +32,11 @@ class Scheduler:
     Args:
         max_num_seqs: most requests that hold blocks at once, and so most in a step.
         max_num_batched_tokens: token budget of one step.
-        max_model_len: longest prompt plus answer, in tokens.
+        max_model_len: longest prompt plus answer, in tokens. NotEnoughMemory if the pool can't hold that.
         long_prefill_share: the oldest prompt's share of the prefill tokens while much shorter ones wait.
         watermark: share of the pool that starting a request must leave free, so that those already
             running can grow before anyone is preempted.
         patience: steps for which a request that lacks memory may be overtaken by smaller ones.
-
-    Raises:
-        NotEnoughMemory: one request of ``max_model_len`` tokens wouldn't fit the pool.
     """
 
     def __init__(
@@ -112,6 +109,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a new request. Raises as :meth:`check_fits` does."""
         self.check_fits(request.num_prompt_tokens)
+        if request.max_total_tokens:
+            raise ValueError(f"request {request.request_id} has been added before")
         longest = request.num_prompt_tokens + request.params.max_tokens
         request.max_total_tokens = min(longest, self.max_model_len)
         request.arrival_order = self._num_added
@@ -274,21 +273,21 @@ class Scheduler:
         draft.prefills.append(draft.schedule(request, length))
 
     def _admit(self, draft: Draft, request: Request) -> bool:
-        """Start a waiting request if all of its prefill fits what nobody was promised."""
-        if not draft.admitting or draft.preempted or len(self._running) >= self.max_num_seqs:
+        """Start a waiting request if its prefill fits what nobody was promised."""
+        if draft.short_of_memory or draft.preempted or len(self._running) >= self.max_num_seqs:
             return False
         uncollected = (draft.prefills, *(plan.prefills for plan in self._in_flight))
         if any(writes_shared_block(prefills, request, self.pool.block_size) for prefills in uncollected):
             self._deferred[request.arrival_order] = request
             return False
         free = self.pool.num_free - (self.watermark_blocks if self._running else 0)
-        steps = (uncomputed(request) - 1) // max(1, self.max_num_batched_tokens - len(draft.decodes))
-        spare = free - draft.promised_blocks + self._kv.freed_within(steps, self._running.values())
-        if not self._kv.start(request, free, spare):
-            draft.admitting = False
-            self._waiting.note_blocked(request, draft.step)
+        soon = self._kv.about_to_be_freed(self._running.values())
+        if not self._kv.start(request, draft.budget, free - draft.promised_blocks, soon):
+            draft.short_of_memory = True
+            self._waiting.note_blocked(draft.step)
             return False
         self._waiting.remove(request)
+        draft.admitted = True
         request.status = RequestStatus.RUNNING
         self._running[request.arrival_order] = request
         draft.promised_blocks += self._kv.lacking_blocks(request)
@@ -315,7 +314,7 @@ class Scheduler:
         while not self._kv.room(request):
             victims = [r for r in self._running.values() if not r.num_steps_in_flight]
             victim = max(victims, key=by_arrival, default=request)
-            if victim.arrival_order <= request.arrival_order:
+            if draft.admitted or victim.arrival_order <= request.arrival_order:
                 return False
             self._preempt(draft, victim)
         return True

@@ -69,8 +69,10 @@ class Draft:
     decodes: list[ScheduledChunk] = field(default_factory=list)
     prefills: list[ScheduledChunk] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    admitting: bool = True
-    """False once memory turned out short: nothing more starts in this step."""
+    admitted: bool = False
+    """Whether a request has been started: then nobody is preempted in this step."""
+    short_of_memory: bool = False
+    """Whether one couldn't be started for lack of blocks: then no further one is tried."""
 
     def schedule(self, request: Request, length: int) -> ScheduledChunk:
         """Advance a request by its next ``length`` tokens, whose blocks it holds."""

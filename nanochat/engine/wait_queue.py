@@ -64,10 +64,10 @@ class WaitQueue:
             return self._arrival
         return {*self._arrival[:size], *self._size[:size]}
 
-    def note_blocked(self, request: Request, step: int) -> None:
-        """``request`` found too little memory in ``step``; only the oldest one's wait is timed."""
-        if request is self._arrival[0] and request is not self._blocked:
-            self._blocked, self._blocked_since = request, step
+    def note_blocked(self, step: int) -> None:
+        """Memory is short in ``step``: the oldest request, if not longer, has been waiting for it since."""
+        if self._blocked is not self._arrival[0]:
+            self._blocked, self._blocked_since = self._arrival[0], step
 
     def blocked_steps(self, step: int) -> int:
         """For how many steps the oldest request has lacked memory, as of ``step``."""
