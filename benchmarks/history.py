@@ -10,6 +10,7 @@ the median of several runs and the slowest of them, on a file that the system ha
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import random
@@ -107,7 +108,7 @@ def run_reads(path: Path, longest_id: int) -> dict[str, dict[str, float]]:
             ("an arrow (not indexed)", "->"),
             ("nothing found", "zzzzzzzzzzz"),
         ):
-            results[f"search: {label}"] = measure(lambda query=query: history.search(query))
+            results[f"search: {label}"] = measure(functools.partial(history.search, query))
         message_id = history.path(longest_id)[50].id
         results["siblings of a message"] = measure(lambda: history.siblings(message_id))
     return results
@@ -135,9 +136,7 @@ def run_writes(path: Path, longest_id: int) -> dict[str, dict[str, float]]:
         results = {
             "add a message (caller)": measure(lambda: history.add_message(chat_id, None, "Hello"), 200)
         }
-        results["add a message and wait until saved"] = measure(
-            lambda: (history.add_message(chat_id, None, "Hello"), history.flush()), 50
-        )
+        results["add a message and wait until saved"] = measure(lambda: add_and_wait(history, chat_id), 50)
         ids = [message.id for message in history.path(longest_id)]
         results["fork the longest chat (caller)"] = measure(
             lambda: history.fork_chat(longest_id, ids, "F"), 1
@@ -160,6 +159,11 @@ def run_writes(path: Path, longest_id: int) -> dict[str, dict[str, float]]:
         }
         results["close while 8 answers stream"] = measure(history.close, 1)
     return results
+
+
+def add_and_wait(history: History, chat_id: int) -> None:
+    history.add_message(chat_id, None, "Hello")
+    history.flush()
 
 
 def cpu_s() -> float:

@@ -108,8 +108,8 @@ def search(connection: Connection, query: str, limit: int) -> list[SearchHit]:
         value = expression
     else:
         # Nothing that is indexed, such as an emoji or an arrow: look through the texts themselves.
-        found = "SELECT id FROM messages WHERE instr(text, ?) > 0 ORDER BY id DESC LIMIT ?"
-        value = " ".join(words)
+        found = "SELECT id FROM messages WHERE text LIKE ? ESCAPE '\\' ORDER BY id DESC LIMIT ?"
+        value = like_pattern(words)
     rows = connection.execute(
         "SELECT message.id, chat.id, chat.title, message.role, message.created_at, message.text "
         f"FROM ({found}) AS hit JOIN messages AS message ON message.id = hit.id "

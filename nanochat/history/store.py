@@ -323,7 +323,7 @@ class History:
     def search(self, query: str, limit: int = 50) -> list[SearchHit]:
         """Titles, then messages from newest to oldest, that have words beginning with all of the query's."""
         with self._reading() as connection:
-            return queries.search(connection, query, limit)
+            return queries.search(connection, storable_text(query), limit)
 
     # Files
 

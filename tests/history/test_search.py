@@ -85,9 +85,11 @@ def test_edited_and_deleted_text_is_found_no_more(history: History) -> None:
     assert history.search("火山") == []
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(query=st.text(st.one_of(st.sampled_from('"*^:(){}+-_% \0aé火'), st.characters()), max_size=30))
 @example(query='"')
+@example(query="\ud800")
+@example(query="-> \ud800 %")
 @example(query='a" OR text:b*')
 @example(query="a " * 3000)
 def test_a_query_is_only_text(query: str) -> None:
