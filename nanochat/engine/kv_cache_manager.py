@@ -72,12 +72,12 @@ class KVCacheManager:
         request.block_table += self.pool.allocate(blocks)
         return blocks
 
-    def mark_written(self, request: Request, end: int) -> None:
-        """K/V up to ``end`` is written: the blocks this completes become findable."""
-        block_size = self.pool.block_size
-        first = request.num_written_tokens // block_size
-        last = min(end, len(request.token_ids)) // block_size  # what a dropped token wrote has no known ids
-        request.num_written_tokens = end
+    def index(self, request: Request, start: int, end: int) -> None:
+        """K/V from ``start`` to ``end`` is written: the blocks this completes become findable."""
+        first = start // self.pool.block_size
+        last = (
+            min(end, len(request.token_ids)) // self.pool.block_size
+        )  # the ids of dropped tokens are unknown
         if last > first and self.pool.prefix_caching:
             self.pool.extend_keys(request.block_keys, request.token_ids, last)
             self.pool.index(request.block_table, request.block_keys, first, last)

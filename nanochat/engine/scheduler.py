@@ -168,10 +168,13 @@ class Scheduler:
         self._collect(plan)
         accepted: list[tuple[Request, int]] = []
         sampled = iter(token_ids)
+        block_size = self.pool.block_size
         for request, start, length, samples in plan.chunks:
             request.num_steps_in_flight -= 1
             if start == request.num_written_tokens:  # else a failed step left a gap before it
-                self._kv.mark_written(request, start + length)
+                request.num_written_tokens = end = start + length
+                if start // block_size < end // block_size:
+                    self._kv.index(request, start, end)
             if samples:
                 request.num_pending_tokens -= 1
                 token = next(sampled)
@@ -224,11 +227,12 @@ class Scheduler:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for an earlier row
-            if request.num_computed_tokens == len(request.block_table) * block_size:
+            start = request.num_computed_tokens
+            if start == len(request.block_table) * block_size:
                 if not self._make_room(draft, request):
                     continue
                 self._kv.grow(request, 1)
-            draft.decodes.append(draft.schedule(request, 1))
+            draft.schedule_decode(request, start)
 
     def _plan_overdue_prefills(self, draft: Draft, before_step: int) -> None:
         """Decodes alone would fill the step: prefills last served before any of them take their turn first."""
@@ -241,10 +245,7 @@ class Scheduler:
         """Oldest first; but if it can't be done in this step, much shorter ones go ahead with a share of it."""
         queue = self._prefill_queue(draft)
         if queue and (uncomputed(queue[0]) > draft.budget or self._waiting.blocked_steps(draft.step)):
-            reserved = int(draft.budget * self.long_prefill_share)
-            if not reserved and queue[0].last_step < draft.step - 1:
-                reserved = 1  # too little to share within a step: take turns
-            draft.budget -= reserved
+            reserved = draft.reserve(self.long_prefill_share, queue[0])
             for request in sorted(queue, key=uncomputed):
                 if 2 * uncomputed(request) <= uncomputed(queue[0]):
                     self._plan_prefill(draft, request, draft.budget)
@@ -270,7 +271,7 @@ class Scheduler:
             return
         length = min(limit, uncomputed(request), self._kv.room(request))
         draft.promised_blocks -= self._kv.grow(request, length)
-        draft.prefills.append(draft.schedule(request, length))
+        draft.schedule_prefill(request, length)
 
     def _admit(self, draft: Draft, request: Request) -> bool:
         """Start a waiting request if its prefill fits what nobody was promised."""

@@ -74,19 +74,33 @@ class Draft:
     short_of_memory: bool = False
     """Whether one couldn't be started for lack of blocks: then no further one is tried."""
 
-    def schedule(self, request: Request, length: int) -> ScheduledChunk:
-        """Advance a request by its next ``length`` tokens, whose blocks it holds."""
+    def reserve(self, share: float, oldest: Request) -> int:
+        """Set a share of the budget aside for ``oldest``; of a budget too small to divide, every other turn."""
+        tokens = int(self.budget * share) or int(oldest.last_step < self.step - 1)
+        self.budget -= tokens
+        return tokens
+
+    def schedule_prefill(self, request: Request, length: int) -> None:
+        """Add a request's next ``length`` tokens, whose blocks it holds."""
         start = request.num_computed_tokens
-        end = start + length
-        samples = end == request.num_tokens
-        request.num_computed_tokens = end
+        samples = start + length == request.num_tokens
+        request.num_computed_tokens = start + length
         request.num_pending_tokens += samples
         request.num_steps_in_flight += 1
         request.last_step = self.step
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self.now
         self.budget -= length
-        return ScheduledChunk(request, start, length, samples)
+        self.prefills.append(ScheduledChunk(request, start, length, samples))
+
+    def schedule_decode(self, request: Request, start: int) -> None:
+        """The same for the one token, at ``start``, of a request that decodes: most of what planning costs."""
+        request.num_computed_tokens = start + 1
+        request.num_pending_tokens += 1
+        request.num_steps_in_flight += 1
+        request.last_step = self.step
+        self.budget -= 1
+        self.decodes.append(ScheduledChunk(request, start, 1, True))
 
     def finish(self) -> StepPlan:
         return StepPlan(self.step, tuple(self.decodes), tuple(self.prefills), tuple(self.preempted))
