@@ -116,18 +116,19 @@ class History:
             return
         self._is_closed = True
         deadline = time.monotonic() + timeout_s
-        problem: HistoryError | None = None
+        problem: HistoryError | str = "The disk didn't answer in time."
         try:
             self._writer.call(functools.partial(self._sessions.end_dead, and_own=True), timeout_s)
         except HistoryError as error:
+            # If all else can be saved after all, the next start marks what streamed just as well.
             problem = error
         unsaved = self._writer.stop(max(0.0, deadline - time.monotonic()))
         self._sessions.release()
         if not self._writer.is_running:
             self._database.close()
-        if problem is not None:
-            changes_lost = "1 change" if unsaved == 1 else f"{unsaved} changes"
-            raise HistoryError(f"{changes_lost} to your chats could not be saved. {problem}") from problem
+        if unsaved:
+            what = "1 change" if unsaved == 1 else f"{unsaved} changes"
+            raise HistoryError(f"{what} to your chats could not be saved. {problem}")
 
     # Chats
 
