@@ -17,7 +17,9 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_command_line_wins_over_file_over_default(tmp_path: Path) -> None:
-    settings = load_settings(write(tmp_path, 'system = "Be brief."\n[engine]\nkv_dtype = "int8"\nblock_size = 32\n'))
+    settings = load_settings(
+        write(tmp_path, 'system = "Be brief."\n[engine]\nkv_dtype = "int8"\nblock_size = 32\n')
+    )
     config = settings.engine_config({"block_size": 8})
     assert (config.kv_dtype, config.block_size, config.max_num_seqs) == ("int8", 8, 64)
     assert settings.system == "Be brief."
