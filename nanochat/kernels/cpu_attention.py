@@ -30,8 +30,16 @@ def attention(
     key = ("plan", window, in_tiles, softcap > 0)
     plan = batch.scratch.get(key)
     if plan is None:
-        planner = Planner(batch, cache.block_size, window, q.dtype)
-        plan = planner.decode(in_tiles), planner.prefill(in_tiles, fused=not softcap)
+        planner = Planner(
+            batch,
+            cache.block_size,
+            window,
+            decode_dtype=_decode_dtype(q, cache),
+            prefill_dtype=q.dtype,
+            in_tiles=in_tiles,
+            fused=not softcap,
+        )
+        plan = planner.decode(), planner.prefill()
         batch.scratch[key] = plan
     decodes, prefills = plan
     num_decodes = batch.num_decodes
@@ -46,13 +54,19 @@ def attention(
     return out
 
 
+def _decode_dtype(q: torch.Tensor, cache: LayerCache) -> torch.dtype:
+    """What decode rows are computed in: INT8 becomes float32 first, and rounding that on costs a pass."""
+    return q.dtype if cache.k_scale is None else torch.float32
+
+
 def _decode(
     q: torch.Tensor, cache: LayerCache, plan: DecodePlan, scale: float, softcap: float
 ) -> torch.Tensor:
     """``q [R, H, D]`` of the decode rows to ``[R, H, D]``."""
     if not plan.calls:
         return torch.zeros_like(q)
-    ordered = q if plan.order is None else q.index_select(0, plan.order)
+    wide = q.to(_decode_dtype(q, cache))
+    ordered = wide if plan.order is None else wide.index_select(0, plan.order)
     results = []
     first = 0
     for call in plan.calls:
@@ -66,7 +80,7 @@ def _decode(
             grouped = rows.reshape(kv_heads, 1, -1, dim)
             out = _attend_in_tiles(grouped, cache, call.tiles, None, scale, softcap)
             results.append(out.view(1, -1, dim))
-    together = results[0] if len(results) == 1 else torch.cat(results)
+    together = (results[0] if len(results) == 1 else torch.cat(results)).to(q.dtype)
     if plan.order is None:
         return together
     return torch.zeros_like(q).index_copy_(0, plan.order, together)
@@ -86,7 +100,7 @@ def _decode_rows(
         # A KV head's query heads see the same keys, so they can stand as queries of one head.
         grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[2])
         if softcap:
-            return _softcapped(grouped, k, v, mask, scale, softcap)[0].flatten(1, 2).to(q.dtype)
+            return _softcapped(grouped, k, v, mask, scale, softcap)[0].flatten(1, 2)
         return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).flatten(1, 2)
     # PyTorch's 16-bit matrix products are faster one query at a time.
     out = F.scaled_dot_product_attention(q.unsqueeze(2), k, v, attn_mask=mask, scale=scale, enable_gqa=True)

@@ -27,25 +27,21 @@ KEY_TILE = 1024
 """Tokens that are converted from INT8 at a time: their float32 copy stays in a core's own cache."""
 
 
+@dataclass(slots=True)
 class Buffers:
     """Memory that the contexts of a step take turns to use, a buffer for each purpose."""
 
-    def __init__(self) -> None:
-        self._memory: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+    memory: dict[tuple[str, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def take(self, purpose: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor. An earlier one of this purpose is overwritten with it."""
         size = 1
         for n in shape:
             size *= n
-        memory = self._memory.get((purpose, dtype))
+        memory = self.memory.get((purpose, dtype))
         if memory is None or memory.numel() < size:
-            memory = self._memory[purpose, dtype] = torch.empty(size, dtype=dtype)
+            memory = self.memory[purpose, dtype] = torch.empty(size, dtype=dtype)
         return memory[:size].view(shape)
-
-    def largest(self) -> int:
-        """Elements of the largest buffer."""
-        return max((memory.numel() for memory in self._memory.values()), default=0)
 
 
 @dataclass(slots=True)
@@ -149,16 +145,24 @@ class PrefillCall:
     """Instead of a mask: queries and keys are the same tokens."""
 
 
+@dataclass(slots=True)
 class Planner:
     """Plans the layers of one step that share a window."""
 
-    def __init__(self, batch: AttentionBatch, block_size: int, window: int, dtype: torch.dtype) -> None:
-        self.batch = batch
-        self.block_size = block_size
-        self.window = window
-        self.dtype = dtype
-        self.buffers = batch.scratch.setdefault("buffers", Buffers())
-        self._largest_mask: torch.Tensor | None = None
+    batch: AttentionBatch
+    block_size: int
+    window: int
+    decode_dtype: torch.dtype
+    prefill_dtype: torch.dtype
+    in_tiles: bool
+    """No tile longer than `KEY_TILE`, but for the keys of a window, which are bounded anyway."""
+    fused: bool
+    """A whole prompt may do without masks."""
+    buffers: Buffers = field(init=False)
+    largest_mask: torch.Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.buffers = self.batch.scratch.setdefault("buffers", Buffers())
 
     def locate(self, rows: list[int], begins: list[int], ends: list[int]) -> Context:
         """Tokens ``begins[i] .. ends[i] - 1`` of each row, padded to the longest.
@@ -177,12 +181,12 @@ class Planner:
         slots = (blocks_of * size + positions % size).flatten()
         return Context(len(rows), length, 0, slots, self.buffers)
 
-    def decode(self, in_tiles: bool) -> DecodePlan:
-        """Few calls with little padding that cover all decode rows; ``in_tiles``: of `KEY_TILE` at most."""
+    def decode(self) -> DecodePlan:
+        """Few calls with little padding for all decode rows."""
         lens = self.batch.context_lens[: self.batch.num_decodes].tolist()
         sizes = [min(length, self.window) if self.window else length for length in lens]
         rows = sorted((r for r in range(len(lens)) if lens[r] > 0), key=lambda r: -sizes[r])
-        group_tokens = KEY_TILE if in_tiles else GROUP_TOKENS
+        group_tokens = KEY_TILE if self.in_tiles else GROUP_TOKENS
         calls: list[DecodeCall] = []
         first = 0
         while first < len(rows):
@@ -194,14 +198,12 @@ class Planner:
                 and longest * (last + 1 - first) <= group_tokens
             ):
                 last += 1
-            calls += self._decode_calls(rows[first:last], lens, sizes, in_tiles)
+            calls += self._decode_calls(rows[first:last], lens, sizes)
             first = last
         in_order = rows == list(range(len(lens)))
         return DecodePlan(calls, None if in_order else torch.tensor(rows, dtype=torch.int64))
 
-    def _decode_calls(
-        self, rows: list[int], lens: list[int], sizes: list[int], in_tiles: bool
-    ) -> list[DecodeCall]:
+    def _decode_calls(self, rows: list[int], lens: list[int], sizes: list[int]) -> list[DecodeCall]:
         """One call for ``rows``, or one for each where all are long and lie in place."""
 
         def locate(some: list[int]) -> Context:
@@ -210,57 +212,55 @@ class Planner:
         if len(rows) == 1 or sizes[rows[-1]] > VIEW_MIN_TOKENS:
             contexts = [locate([r]) for r in rows]
             if len(rows) == 1 or all(context.slots is None for context in contexts):
-                step = KEY_TILE if in_tiles else contexts[0].length
+                step = KEY_TILE if self.in_tiles else contexts[0].length
                 return [DecodeCall(_cut(context, step), None) for context in contexts]
         length = sizes[rows[0]]
         mask = None
         if sizes[rows[-1]] != length:
             padding = torch.arange(length) >= torch.tensor([sizes[r] for r in rows]).unsqueeze(1)
-            mask = torch.zeros(padding.shape, dtype=self.dtype).masked_fill_(padding, float("-inf"))
+            mask = torch.zeros(padding.shape, dtype=self.decode_dtype).masked_fill_(padding, float("-inf"))
             mask = mask.view(len(rows), 1, 1, length)
         return [DecodeCall([locate(rows)], mask)]
 
-    def prefill(self, in_tiles: bool, fused: bool) -> list[PrefillCall]:
-        """Calls for every row after the decodes that has a context; ``fused`` attention needs few masks."""
+    def prefill(self) -> list[PrefillCall]:
+        """Calls for every row after the decodes that has a context."""
         lens = self.batch.context_lens.tolist()
         starts = self.batch.query_starts.tolist()
         calls = []
         for row in range(self.batch.num_decodes, self.batch.num_rows):
             if lens[row] > 0 and starts[row + 1] > starts[row]:
-                calls += self._prefill_row(row, starts[row], starts[row + 1], lens[row], in_tiles, fused)
+                calls += self._prefill_row(row, starts[row], starts[row + 1], lens[row])
         return calls
 
-    def _prefill_row(
-        self, row: int, first: int, last: int, length: int, in_tiles: bool, fused: bool
-    ) -> list[PrefillCall]:
+    def _prefill_row(self, row: int, first: int, last: int, length: int) -> list[PrefillCall]:
         window = self.window if self.window < length else 0
         prefix = length - (last - first)
         # Positions of the keys are counted from the first that any query sees.
         origin = max(0, prefix - window + 1) if window else 0
         context = self.locate([row], [origin], [length])
-        if fused and prefix == 0 and not window and not (in_tiles and length > KEY_TILE):
+        if self.fused and prefix == 0 and not window and not (self.in_tiles and length > KEY_TILE):
             return [PrefillCall(first, last, [context], None, True)]
         calls = []
         for begin in range(first, last, QUERY_TILE):
             end = min(begin + QUERY_TILE, last)
             own = prefix - origin + begin - first
             keys = [max(0, own - window + 1) if window else 0, own + end - begin]
-            if in_tiles and not window and keys[1] > KEY_TILE:
+            if self.in_tiles and not window and keys[1] > KEY_TILE:
                 # All queries see all that lies before their own tokens.
                 keys = [*range(0, own, KEY_TILE), own, keys[1]]
             tiles = [context.part(a, b) for a, b in pairwise(keys)]
-            mask = self._mask(window, end - begin, tiles[-1].length)
+            mask = self._mask(end - begin, tiles[-1].length)
             calls.append(PrefillCall(begin, end, tiles, mask, False))
         return calls
 
-    def _mask(self, window: int, num_queries: int, num_keys: int) -> torch.Tensor | None:
+    def _mask(self, num_queries: int, num_keys: int) -> torch.Tensor | None:
         """``[num_queries, num_keys]`` for queries that stand at the last of the keys.
 
         All such masks of a step are lower right corners of one.
         """
         if num_queries == 1:
             return None
-        if self._largest_mask is None:
+        if self.largest_mask is None:
             rows = min(QUERY_TILE, self.batch.max_query_len)
             columns = self.batch.max_context_len
             if self.window:
@@ -268,10 +268,10 @@ class Planner:
             visible = torch.ones(rows, columns, dtype=torch.bool).tril_(columns - rows)
             if self.window:
                 visible.triu_(columns - rows - self.window + 1)
-            mask = torch.zeros(rows, columns, dtype=self.dtype)
-            self._largest_mask = mask.masked_fill_(~visible, float("-inf"))
-        rows, columns = self._largest_mask.shape
-        return self._largest_mask[rows - num_queries :, columns - num_keys :]
+            mask = torch.zeros(rows, columns, dtype=self.prefill_dtype)
+            self.largest_mask = mask.masked_fill_(~visible, float("-inf"))
+        rows, columns = self.largest_mask.shape
+        return self.largest_mask[rows - num_queries :, columns - num_keys :]
 
 
 def _cut(context: Context, step: int) -> list[Context]:
