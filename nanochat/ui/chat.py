@@ -1,0 +1,267 @@
+"""One chat as data: its tree of messages, its settings, and what its answer is doing now.
+
+Messages form a tree, because answering again keeps the old answer: a message's siblings are the other
+branches, and one child of each message is chosen. The path of chosen messages is what is shown and
+sent. Knows nothing of widgets, threads or the engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import Enum
+from typing import Any, Literal
+
+from nanochat.engine.outputs import RequestOutput
+from nanochat.ui.reasoning import AnswerText
+from nanochat.ui.sanitize import sanitize, sanitize_line
+
+Role = Literal["root", "user", "assistant"]
+
+NEW_TITLE = "New chat"
+TITLE_LENGTH = 22
+
+_ids = itertools.count(1)
+
+
+class Phase(Enum):
+    """What a chat's answer is doing."""
+
+    IDLE = "idle"
+    LOADING = "waiting for the model"
+    SUBMITTED = "submitted"
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTED = "preempted"
+
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """A node of the tree."""
+
+    role: Role
+    text: str = ""
+    """What a user wrote, as it is sent. An answer's text lies in ``answer`` and ``output``."""
+    parent: Message | None = None
+    children: list[Message] = field(default_factory=list)
+    chosen: int = 0
+    """Which child the path goes through."""
+    answer: AnswerText = field(default_factory=AnswerText)
+    """An answer's text as shown, while it streams and after."""
+    output: RequestOutput | None = None
+    """An answer's end; None while it runs."""
+
+    def add(self, child: Message) -> Message:
+        """Append a branch and choose it."""
+        child.parent = self
+        self.children.append(child)
+        self.chosen = len(self.children) - 1
+        return child
+
+    def remove(self) -> None:
+        """Take this branch out of the tree."""
+        if self.parent is not None:
+            self.parent.children.remove(self)
+            self.parent.chosen = max(0, len(self.parent.children) - 1)
+            self.parent = None
+
+    @property
+    def branch(self) -> tuple[int, int]:
+        """(which, of how many) among its siblings, counted from 1."""
+        siblings = self.parent.children if self.parent is not None else [self]
+        return siblings.index(self) + 1, len(siblings)
+
+
+NoteKind = Literal["information", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A sentence from the app in a chat; it is shown, and never sent."""
+
+    after: Message | None
+    """The message it stands below; None: above all."""
+    text: str
+    kind: NoteKind = "information"
+    action_id: str = ""
+    """Something that can be done about it, by its id in the actions table."""
+    action_label: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Chat:
+    """A conversation in a tab. Only the UI thread changes it."""
+
+    system: str | None = None
+    title: str = NEW_TITLE
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """This chat's own sampling settings, by parameter name, over the defaults."""
+    id: int = field(default_factory=_ids.__next__)
+    started: datetime = field(default_factory=lambda: datetime.now().astimezone())
+    root: Message = field(default_factory=lambda: Message("root"))
+    dropped_turns: int = 0
+    """Oldest turns left out of what is sent, because the user chose so."""
+    phase: Phase = Phase.IDLE
+    prefill_progress: float | None = None
+    prefill_tokens: tuple[int, int] | None = None
+    """Read so far, and to read in all."""
+    live_rate: float | None = None
+    """Tokens a second of the answer now decoding."""
+    live: Message | None = None
+    """The answer now being made."""
+    is_unread: bool = False
+    has_failed: bool = False
+    warned_context: bool = False
+    notes: list[Note] = field(default_factory=list)
+    draft: str = ""
+    """Text to put into the prompt when the chat is first shown."""
+
+    @property
+    def is_busy(self) -> bool:
+        return self.live is not None
+
+    @property
+    def path(self) -> list[Message]:
+        """Chosen messages from the oldest to the newest."""
+        return list(_walk(self.root))
+
+    @property
+    def last_answer(self) -> Message | None:
+        path = self.path
+        return path[-1] if path and path[-1].role == "assistant" else None
+
+    @property
+    def first_sent(self) -> int:
+        """Index in the path of the first message that isn't dropped."""
+        starts = turn_starts(self.path)
+        return starts[min(self.dropped_turns, len(starts) - 1)] if starts else 0
+
+    @property
+    def droppable_turns(self) -> int:
+        """Turns that may still be left out; the last one always stays."""
+        return max(0, len(turn_starts(self.context)) - 1)
+
+    @property
+    def context(self) -> list[Message]:
+        """The path without the dropped turns."""
+        return self.path[self.first_sent :]
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of the context after the newest finished answer on the path; 0 before one."""
+        for message in reversed(self.path):
+            if message.output is not None:
+                metrics = message.output.metrics
+                return metrics.prompt_tokens + metrics.completion_tokens
+        return 0
+
+    def ask(self, text: str) -> Message:
+        """Add a user's message and the answer to come; returns the answer."""
+        if not self.root.children and self.title == NEW_TITLE:
+            self.title = title_from(text)
+        end = self.path[-1] if self.root.children else self.root
+        return self.begin_answer(end.add(Message("user", text)))
+
+    def begin_answer(self, question: Message) -> Message:
+        """A new branch of answers to a question of the path."""
+        self.live = question.add(Message("assistant"))
+        self.phase = Phase.SUBMITTED
+        self.has_failed = False
+        return self.live
+
+    def end_answer(self, output: RequestOutput) -> None:
+        """The live answer has ended; its text is taken from the output as a whole."""
+        if self.live is not None:
+            self.live.output = output
+            self.live.answer.replace(sanitize(output.text))
+        self.has_failed = output.finish_reason == "error"
+        self._rest()
+
+    def withdraw(self) -> str:
+        """Take the question back whose answer could not start; returns its text.
+
+        When it has been answered before, only the new branch goes, and the text is empty.
+        """
+        answer = self.live
+        question = answer.parent if answer is not None else None
+        text = ""
+        if answer is not None and question is not None:
+            answer.remove()
+            if not question.children:
+                text = question.text
+                question.remove()
+        self._rest()
+        return text
+
+    def choose_branch(self, message: Message, step: int) -> bool:
+        """Go to a sibling; False if there is none in that direction."""
+        if message.parent is None:
+            return False
+        target = message.parent.chosen + step
+        if not 0 <= target < len(message.parent.children):
+            return False
+        message.parent.chosen = target
+        return True
+
+    def fork(self) -> Chat:
+        """A new chat with this path; an answer under way stays behind, its question becomes the draft."""
+        other = Chat(
+            system=self.system,
+            sampling=dict(self.sampling),
+            started=self.started,
+            dropped_turns=self.dropped_turns,
+        )
+        end = other.root
+        path = self.path
+        if self.live is not None and path and path[-1] is self.live:
+            other.draft = path[-2].text
+            path = path[:-2]
+        for message in path:
+            copy = Message(message.role, message.text, answer=message.answer, output=message.output)
+            end = end.add(copy)
+        return other
+
+    def note(
+        self, text: str, kind: NoteKind = "information", action_id: str = "", action_label: str = ""
+    ) -> Note:
+        """Add a sentence below the newest message."""
+        path = self.path
+        note = Note(path[-1] if path else None, text, kind, action_id, action_label)
+        self.notes.append(note)
+        return note
+
+    def clear(self) -> None:
+        """Forget all messages."""
+        self.root = Message("root")
+        self.dropped_turns = 0
+        self.notes.clear()
+        self.title = NEW_TITLE
+        self.warned_context = self.has_failed = False
+
+    def _rest(self) -> None:
+        self.live = None
+        self.phase = Phase.IDLE
+        self.prefill_progress = self.prefill_tokens = self.live_rate = None
+
+
+def _walk(message: Message) -> Iterator[Message]:
+    while message.children:
+        message = message.children[message.chosen]
+        yield message
+
+
+def turn_starts(path: Sequence[Message]) -> list[int]:
+    """Indices of the users' messages: where each turn begins."""
+    return [index for index, message in enumerate(path) if message.role == "user"]
+
+
+def title_from(text: str) -> str:
+    """A tab's title from its first message: its beginning, cut at a word."""
+    line = sanitize_line(text)
+    if len(line) <= TITLE_LENGTH:
+        return line or NEW_TITLE
+    head = line[:TITLE_LENGTH].rsplit(" ", 1)[0].rstrip(" ,.;:!?")
+    return (head or line[:TITLE_LENGTH]) + "…"

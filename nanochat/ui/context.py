@@ -1,0 +1,121 @@
+"""From a chat's messages to the token ids of its next prompt, and what to leave out when they are too many.
+
+Runs on the submitting thread. Knows nothing of widgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from nanochat.conversation import Conversation
+from nanochat.ui.chat import Message, turn_starts
+
+MIN_ANSWER_SHARE = 8
+"""After dropping turns, at least one part in this many of the context is left for the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A snapshot of what to send, so that the submitting thread reads nothing that changes."""
+
+    chat_id: int
+    system: str | None
+    started: datetime
+    """The chat's beginning, for templates that state the date."""
+    messages: tuple[Message, ...]
+    """Ends with a user's message."""
+    sampling: Mapping[str, Any]
+    """The chat's own sampling settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropOffer:
+    """Leaving out this many of the oldest turns makes the prompt fit."""
+
+    turns: int
+    tokens_before: int
+    tokens_after: int
+    limit: int
+
+
+@dataclass(slots=True)
+class _Kept:
+    conversation: Conversation
+    messages: list[Message]
+    """What the conversation holds, in order."""
+
+
+class Contexts:
+    """Keeps each chat's :class:`Conversation` in step with the chosen branch.
+
+    What the branch shares with the last prompt stays; the rest is replaced. That is token-exact, because
+    every answer keeps its ids.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._kept: dict[int, _Kept] = {}
+        self.reasoning_tags = Conversation(tokenizer).reasoning_tags
+        """What encloses the model's reasoning in its answers; None without any."""
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            NanochatError: the model's template refuses the messages, or is broken.
+        """
+        kept = self._kept.get(prompt.chat_id)
+        if kept is None or kept.conversation.system != prompt.system:
+            kept = self._kept[prompt.chat_id] = _Kept(self._conversation(prompt), [])
+        common = 0
+        for old, new in zip(kept.messages, prompt.messages, strict=False):
+            if old is not new:
+                break
+            common += 1
+        kept.conversation.truncate(common)
+        del kept.messages[common:]
+        for message in prompt.messages[common:]:
+            _add(kept.conversation, message)
+            kept.messages.append(message)
+        return kept.conversation.prompt_ids()
+
+    def forget(self, chat_id: int) -> None:
+        """The chat was closed."""
+        self._kept.pop(chat_id, None)
+
+    def drop_offer(self, prompt: Prompt, limit: int) -> DropOffer | None:
+        """The fewest oldest turns to leave out so that the rest fits ``limit`` tokens with room to answer.
+
+        None if even the last message alone doesn't fit.
+        """
+        starts = turn_starts(prompt.messages)
+        room = limit - max(1, limit // MIN_ANSWER_SHARE)
+        low, high = 1, len(starts) - 1  # turns to drop; the more, the fewer tokens
+        if high < 1 or self._count(prompt, starts[high]) >= limit:
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            if self._count(prompt, starts[middle]) <= room:
+                high = middle
+            else:
+                low = middle + 1
+        return DropOffer(low, self._count(prompt, 0), self._count(prompt, starts[low]), limit)
+
+    def _count(self, prompt: Prompt, first: int) -> int:
+        conversation = self._conversation(prompt)
+        for message in prompt.messages[first:]:
+            _add(conversation, message)
+        return len(conversation.prompt_ids())
+
+    def _conversation(self, prompt: Prompt) -> Conversation:
+        return Conversation(self._tokenizer, prompt.system, started=prompt.started)
+
+
+def _add(conversation: Conversation, message: Message) -> None:
+    if message.role == "user":
+        conversation.add_user(message.text)
+    elif message.output is not None:
+        conversation.add_assistant(message.output)

@@ -1,0 +1,64 @@
+"""The open chats in their order, which one is in view, and each one's colour. Knows nothing of widgets."""
+
+from __future__ import annotations
+
+from nanochat.ui.chat import NEW_TITLE, Chat
+from nanochat.ui.theme import NUM_TAB_COLOURS
+
+
+class Workspace:
+    """At least one chat is open at any time."""
+
+    def __init__(self, first: Chat) -> None:
+        self.chats: list[Chat] = []
+        self.slots: dict[int, int] = {}
+        """Colour slot by chat id."""
+        self.active = first
+        self.open(first)
+
+    def open(self, chat: Chat) -> None:
+        """Add a chat at the end, in a colour that the fewest others have, and bring it into view."""
+        used = list(self.slots.values())
+        self.slots[chat.id] = min(range(NUM_TAB_COLOURS), key=lambda slot: (used.count(slot), slot))
+        self.chats.append(chat)
+        self.show(chat)
+
+    def show(self, chat: Chat) -> None:
+        """Bring a chat into view."""
+        self.active = chat
+        chat.is_unread = False
+
+    def close(self, chat: Chat) -> None:
+        """Take a chat out; its right neighbour comes into view, or else its left one.
+
+        The caller opens another one first if this is the last.
+        """
+        index = self.chats.index(chat)
+        self.chats.remove(chat)
+        del self.slots[chat.id]
+        if self.active is chat:
+            self.show(self.chats[min(index, len(self.chats) - 1)])
+
+    def find(self, chat_id: int) -> Chat | None:
+        """The open chat with this id."""
+        return next((chat for chat in self.chats if chat.id == chat_id), None)
+
+    def neighbour(self, step: int) -> Chat:
+        """The chat so many tabs to the right (or left) of the one in view, around the ends."""
+        return self.chats[(self.chats.index(self.active) + step) % len(self.chats)]
+
+    def number(self, chat: Chat) -> int:
+        """A chat's place, from 1."""
+        return self.chats.index(chat) + 1
+
+    def fork(self, chat: Chat) -> Chat:
+        """A copy of a chat, opened."""
+        other = chat.fork()
+        other.title = f"Fork of {self.number(chat)}" if chat.title != NEW_TITLE else NEW_TITLE
+        self.open(other)
+        return other
+
+    @property
+    def busy(self) -> list[Chat]:
+        """Chats whose answer is under way."""
+        return [chat for chat in self.chats if chat.is_busy]
