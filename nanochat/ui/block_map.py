@@ -1,0 +1,82 @@
+"""The KV cache as a picture: one cell a block, or a group of blocks when there are more than cells.
+
+Pure functions from the engine's block map to cells and to text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from textual.content import Content, Span
+
+from nanochat.engine.stats import CACHED, FREE, BlockMap
+from nanochat.ui.theme import tab_colour
+
+Kind = Literal["free", "cached", "owned", "shared"]
+
+GLYPHS: dict[Kind, str] = {"free": "·", "cached": "□", "owned": "■", "shared": "▣"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What a group of blocks is mostly used for. ``slot`` is the owning tab's colour."""
+
+    kind: Kind
+    slot: int | None = None
+
+
+def group_size(num_blocks: int, num_cells: int) -> int:
+    """Blocks a cell stands for."""
+    return max(1, -(-num_blocks // max(1, num_cells)))
+
+
+def cells(block_map: BlockMap, slots: Mapping[int, int], num_cells: int) -> list[Cell]:
+    """At most ``num_cells`` cells in block order. ``slots`` maps request ids to tab colours.
+
+    In a group, a block in use outweighs cached ones, and a cached one outweighs free ones: a short chat
+    in a large cache must still be seen.
+    """
+    size = group_size(len(block_map.owner), num_cells)
+    shared = sorted(block_map.shared)
+    shared_groups = {block // size for block in shared}
+    found = []
+    for index, start in enumerate(range(0, len(block_map.owner), size)):
+        group = block_map.owner[start : start + size]
+        owners = set(group)
+        users = [owner for owner in owners if owner not in (FREE, CACHED)]
+        if users:
+            owner = max(users, key=lambda user: (group.count(user), -user))
+            kind: Kind = "shared" if index in shared_groups else "owned"
+            found.append(Cell(kind, slots.get(owner)))
+        else:
+            found.append(Cell("cached" if CACHED in owners else "free"))
+    return found
+
+
+def draw(found: Sequence[Cell], width: int) -> list[Content]:
+    """Rows of ``width`` cells."""
+    return [_row(found[start : start + width]) for start in range(0, len(found), width)]
+
+
+def _row(row: Sequence[Cell]) -> Content:
+    text = "".join(GLYPHS[cell.kind] for cell in row)
+    spans = [Span(start, end, _style(row[start])) for start, end in _runs(row)]
+    return Content(text, spans)
+
+
+def _runs(row: Sequence[Cell]) -> Iterator[tuple[int, int]]:
+    start = 0
+    for index in range(1, len(row) + 1):
+        if index == len(row) or row[index] != row[start]:
+            yield start, index
+            start = index
+
+
+def _style(cell: Cell) -> str:
+    if cell.kind == "free":
+        return "$map-free"
+    if cell.kind == "cached":
+        return "$map-cached"
+    return tab_colour(cell.slot) if cell.slot is not None else "$foreground"

@@ -1,0 +1,278 @@
+"""The live panel: what the engine is doing, drawn from snapshots of its statistics.
+
+:func:`panel` and :func:`one_line` are pure; the widgets below them only hold the latest snapshot.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rich.cells import cell_len
+from textual.content import Content
+from textual.widget import Widget
+
+from nanochat.engine.stats import BlockMap, EngineStats
+from nanochat.ui import block_map as blocks
+from nanochat.ui import formatting as fmt
+from nanochat.ui.theme import tab_colour
+
+HISTORY = 240
+"""Samples kept for sparklines."""
+FLASH = 6
+"""Refreshes for which a new preemption stays marked."""
+SPARK_WIDTH = 12
+WIDE = 34
+"""Cells from which on there is room for sparklines and every column."""
+CONTEXT_WARNING = 0.8
+"""Share of the context from which on it counts as nearly full."""
+
+
+@dataclass(frozen=True, slots=True)
+class TabRow:
+    """One chat's line in the panel."""
+
+    number: int
+    slot: int
+    """Which tab colour it has."""
+    state: str
+    context_tokens: int
+    ttft_s: float | None
+    rate: float | None
+    is_active: bool = False
+    is_alarming: bool = False
+    """Whether the state deserves a second look: preempted or failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything the panel shows at one moment."""
+
+    stats: EngineStats
+    block_map: BlockMap | None
+    slots: Mapping[int, int]
+    """Tab colour by request id."""
+    tabs: tuple[TabRow, ...]
+    context_tokens: int
+    """Of the chat in view."""
+    context_limit: int
+
+
+@dataclass(slots=True)
+class History:
+    """Past samples for sparklines, and how long a preemption still flashes."""
+
+    decode: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    prefill: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    preemptions: int = 0
+    flash: int = 0
+
+    def record(self, stats: EngineStats) -> None:
+        """Add a sample."""
+        self.decode.append(stats.decode_tok_s)
+        self.prefill.append(stats.prefill_tok_s)
+        self.flash = FLASH if stats.preemptions > self.preemptions else max(0, self.flash - 1)
+        self.preemptions = stats.preemptions
+
+
+def panel(snapshot: Snapshot, history: History, width: int, height: int) -> list[Content]:
+    """At most ``height`` lines of ``width`` cells. The map takes what height the rest leaves."""
+    gap = [Content("")]
+    head = _kv_lines(snapshot, width)
+    rest = (
+        gap
+        + _counter_lines(snapshot.stats, history, width)
+        + gap
+        + _speed_lines(snapshot.stats, history, width)
+        + gap
+        + _tab_lines(snapshot.tabs, width)
+        + gap
+        + _context_lines(snapshot, width)
+    )
+    map_height = height - len(head) - len(rest) - 1
+    return (head + _map_lines(snapshot, width, map_height) + rest)[:height]
+
+
+def one_line(snapshot: Snapshot, history: History, width: int) -> Content:
+    """The most telling figures on one line, as many as fit."""
+    stats = snapshot.stats
+    ttft = fmt.percentile(stats.ttft_s, 0.5)
+    filled, space = fmt.bar(_share(stats.blocks_used, stats.blocks_total), 8)
+    parts = [
+        _label("KV ") + Content.styled(filled, "$primary") + Content.styled(space, "$line")
+        + f" {fmt.percent(stats.blocks_used, stats.blocks_total)}",
+        Content.styled(fmt.rate(stats.decode_tok_s), "bold") + _label(" tok/s"),
+        _label("TTFT ") + fmt.duration(ttft),
+        _label("hits ") + fmt.percent(stats.prefix_hit_tokens, stats.prefix_query_tokens),
+        _label("preempted ") + Content.styled(fmt.count(stats.preemptions), _flash_style(history)),
+        _label("context ") + _context_amount(snapshot),
+    ]  # fmt: skip
+    line = Content("")
+    for part in parts:
+        longer = line + Content.styled("  ·  ", "$faint") + part if line else part
+        if cell_len(longer.plain) > width:
+            break
+        line = longer
+    return line
+
+
+def _label(text: str) -> Content:
+    return Content.styled(text, "$muted")
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _spread(left: Content, right: Content, width: int) -> Content:
+    """Left and right parts of a line, the left one cut when both don't fit."""
+    space = width - cell_len(left.plain) - cell_len(right.plain)
+    if space < 1:
+        left = left.truncate(max(0, width - cell_len(right.plain) - 1), ellipsis=True)
+        space = max(1, width - cell_len(left.plain) - cell_len(right.plain))
+    return left + " " * space + right
+
+
+def _bar_line(fraction: float, width: int, style: str) -> Content:
+    filled, space = fmt.bar(fraction, width)
+    return Content.styled(filled, style) + Content.styled(space, "$line")
+
+
+def _flash_style(history: History) -> str:
+    return "bold $background on $warning" if history.flash else ""
+
+
+def _kv_lines(snapshot: Snapshot, width: int) -> list[Content]:
+    stats = snapshot.stats
+    used = Content(f"{fmt.count(stats.blocks_used)} / {fmt.count(stats.blocks_total)}")
+    percent = Content.styled(fmt.percent(stats.blocks_used, stats.blocks_total).rjust(6), "bold")
+    fraction = _share(stats.blocks_used, stats.blocks_total)
+    style = "$warning" if fraction > 0.9 else "$primary"
+    name = _label("KV blocks" if width >= WIDE else "KV")
+    return [_spread(name, used + percent, width), _bar_line(fraction, width, style)]
+
+
+def _map_lines(snapshot: Snapshot, width: int, height: int) -> list[Content]:
+    if snapshot.block_map is None or height < 1:
+        return []
+    total = len(snapshot.block_map.owner)
+    size = blocks.group_size(total, width * height)
+    found = blocks.cells(snapshot.block_map, snapshot.slots, width * height)
+    unit = f"■ = {fmt.plural(size, 'block')}" if width >= WIDE else f"■ = {size}"
+    return [*blocks.draw(found, width), _label(f"{unit}  ▣ shared  □ cached").truncate(width)]
+
+
+def _counter_lines(stats: EngineStats, history: History, width: int) -> list[Content]:
+    hits = Content.styled(fmt.percent(stats.prefix_hit_tokens, stats.prefix_query_tokens), "bold")
+    preempted = Content.styled(fmt.count(stats.preemptions), _flash_style(history) or "bold")
+    left, right = _label("Prefix hits  ") + hits, _label("Preempted  ") + preempted
+    if width < WIDE:
+        return [_spread(_label("Prefix hits"), hits, width), _spread(_label("Preempted"), preempted, width)]
+    return [_spread(left, right, width)]
+
+
+def _speed_lines(stats: EngineStats, history: History, width: int) -> list[Content]:
+    spark = SPARK_WIDTH if width >= WIDE else 0
+    p50, p95 = (fmt.percentile(stats.ttft_s, fraction) for fraction in (0.5, 0.95))
+    ttft = Content(f"{fmt.duration(p50)}")
+    rows = [("TTFT p50", ttft, fmt.sparkline(stats.ttft_s, spark), "$secondary 60%")]
+    rows += [("     p95", Content(fmt.duration(p95)), "", "")]
+    rows += [
+        (
+            name,
+            Content(fmt.rate(value)) + (_label(" tok/s") if value else ""),
+            fmt.sparkline(past, spark),
+            style,
+        )
+        for name, value, past, style in (
+            ("Decode", stats.decode_tok_s, history.decode, "$success 60%"),
+            ("Prefill", stats.prefill_tok_s, history.prefill, "$accent 60%"),
+        )
+    ]
+    return [_speed_line(*row, spark, width) for row in rows]
+
+
+def _speed_line(name: str, value: Content, spark: str, style: str, spark_width: int, width: int) -> Content:
+    left = _spread(_label(name), value, width - spark_width - (2 if spark_width else 0))
+    return left + ("  " if spark_width else "") + Content.styled(spark.rjust(spark_width), style)
+
+
+def _tab_lines(tabs: tuple[TabRow, ...], width: int) -> list[Content]:
+    wide = width >= WIDE
+    columns = f"{'ctx':>6}{'TTFT':>8}{'tok/s':>6}" if wide else f"{'tok/s':>6}"
+    lines = [_spread(_label("chat"), _label(columns), width)]
+    for tab in tabs:
+        figures = (
+            f"{fmt.count(tab.context_tokens) if tab.context_tokens else fmt.MISSING:>6}{fmt.duration(tab.ttft_s):>8}"
+            if wide
+            else ""
+        )
+        figures += f"{fmt.rate(tab.rate):>6}"
+        number = Content.styled(f"{tab.number:>2} ", f"bold {tab_colour(tab.slot)}")
+        state = Content.styled(
+            tab.state, "$warning" if tab.is_alarming else "" if tab.is_active else "$muted"
+        )
+        lines.append(
+            _spread(number + state, Content.styled(figures, "" if tab.is_active else "$muted"), width)
+        )
+    return lines
+
+
+def _context_amount(snapshot: Snapshot) -> Content:
+    share = _share(snapshot.context_tokens, snapshot.context_limit)
+    style = "bold $warning" if share >= CONTEXT_WARNING else ""
+    amount = f"{fmt.count(snapshot.context_tokens)} / {fmt.count(snapshot.context_limit)}"
+    return Content.styled(amount, style)
+
+
+def _context_lines(snapshot: Snapshot, width: int) -> list[Content]:
+    share = _share(snapshot.context_tokens, snapshot.context_limit)
+    style = "$warning" if share >= CONTEXT_WARNING else "$secondary"
+    title = _label("Context of this chat" if width >= WIDE else "Context")
+    return [_spread(title, _context_amount(snapshot), width), _bar_line(share, width, style)]
+
+
+class StatsPanel(Widget):
+    """The panel beside the chat; draws nothing until it is given a snapshot."""
+
+    DEFAULT_CSS = "StatsPanel { height: 1fr; }"
+    can_focus = False
+
+    def __init__(self, history: History, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._history = history
+        self._snapshot: Snapshot | None = None
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Draw this one."""
+        self._snapshot = snapshot
+        self.refresh()
+
+    def render(self) -> Content:
+        if self._snapshot is None:
+            return _label("Statistics appear here once the model is loaded.")
+        width, height = self.content_size
+        return Content("\n").join(panel(self._snapshot, self._history, width, height))
+
+
+class StatsLine(Widget):
+    """The panel's stand-in on a narrow screen: one line."""
+
+    DEFAULT_CSS = "StatsLine { height: 1; }"
+    can_focus = False
+
+    def __init__(self, history: History, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._history = history
+        self._snapshot: Snapshot | None = None
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Draw this one."""
+        self._snapshot = snapshot
+        self.refresh()
+
+    def render(self) -> Content:
+        if self._snapshot is None:
+            return Content("")
+        return one_line(self._snapshot, self._history, self.content_size.width)

@@ -1,0 +1,123 @@
+"""The row of tabs: each with a badge that says what its chat is doing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from textual import events
+from textual.app import ComposeResult
+from textual.containers import HorizontalScroll
+from textual.content import Content
+from textual.message import Message
+from textual.widgets import Static
+
+from nanochat.ui.chat import Chat, Phase
+from nanochat.ui.theme import tab_colour
+
+_BADGES = {
+    Phase.LOADING: ("◌", "$muted"),
+    Phase.SUBMITTED: ("◌", "$muted"),
+    Phase.QUEUED: ("◌", "$muted"),
+    Phase.PREFILL: ("◐", "$accent"),
+    Phase.DECODE: ("●", "$success"),
+    Phase.PREEMPTED: ("◍", "$warning"),
+}
+
+
+def badge(chat: Chat) -> tuple[str, str]:
+    """A tab's glyph and its style."""
+    if chat.is_busy:
+        return _BADGES.get(chat.phase, ("◌", "$muted"))
+    if chat.has_failed:
+        return "✗", "$error"
+    if chat.is_unread:
+        return "◆", "$primary"
+    return ("○", "$muted") if chat.root.children else ("✎", "$muted")
+
+
+def tab_label(chat: Chat, number: int, slot: int, is_active: bool) -> Content:
+    """``◐ 2 Email 43 %``."""
+    glyph, style = badge(chat)
+    suffix = ""
+    if chat.phase is Phase.PREFILL and chat.prefill_progress is not None:
+        suffix = f" {100 * chat.prefill_progress:.0f} %"
+    title_style = "bold" if is_active or chat.is_unread else "$muted"
+    return (
+        Content.styled(f"{glyph} ", style)
+        + Content.styled(f"{number} ", f"bold {tab_colour(slot)}")
+        + Content.styled(chat.title, title_style)
+        + Content.styled(suffix, style)
+    )
+
+
+class Tab(Static):
+    """One tab."""
+
+    def __init__(self, chat_id: int) -> None:
+        super().__init__("", classes="tab", markup=False)
+        self.chat_id = chat_id
+
+    def on_click(self) -> None:
+        self.post_message(TabBar.Picked(self.chat_id))
+
+
+class NewTab(Static):
+    """The ``+`` at the end."""
+
+    def __init__(self) -> None:
+        super().__init__("+", classes="tab new-tab", markup=False)
+
+    def on_click(self) -> None:
+        self.post_message(TabBar.NewWanted())
+
+
+class TabBar(HorizontalScroll):
+    """All tabs in order."""
+
+    can_focus = False
+
+    @dataclass
+    class Picked(Message):
+        """A tab was clicked."""
+
+        chat_id: int
+
+    class NewWanted(Message):
+        """The ``+`` was clicked."""
+
+    def compose(self) -> ComposeResult:
+        yield NewTab()
+
+    def add(self, chat_id: int) -> None:
+        """A tab at the end."""
+        self.mount(Tab(chat_id), before=self.query_one(NewTab))
+
+    def take_away(self, chat_id: int) -> None:
+        """The chat was closed."""
+        for tab in self.query(Tab):
+            if tab.chat_id == chat_id:
+                tab.remove()
+
+    def show(self, chats: Sequence[Chat], slots: dict[int, int], active_id: int) -> None:
+        """Bring every label up to date."""
+        tabs = {tab.chat_id: tab for tab in self.query(Tab)}
+        for number, chat in enumerate(chats, 1):
+            if (tab := tabs.get(chat.id)) is None:
+                continue
+            is_active = chat.id == active_id
+            label = tab_label(chat, number, slots[chat.id], is_active)
+            if not (isinstance(tab.content, Content) and tab.content.is_same(label)):
+                tab.update(label)
+            if is_active != tab.has_class("-active"):
+                tab.set_class(is_active, "-active")
+                if is_active:
+                    self.call_after_refresh(tab.scroll_visible, animate=False)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        event.stop()
+        self.scroll_relative(x=8, animate=False)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        event.stop()
+        self.scroll_relative(x=-8, animate=False)
