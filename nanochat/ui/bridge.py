@@ -1,0 +1,192 @@
+"""Between the engine's threads and the app: submits prompts, polls live requests, posts Textual messages.
+
+Pull-based: the engine never calls into the app. A timer on the UI thread calls :meth:`Bridge.poll`,
+which joins what has come for each chat into one message. Encoding a prompt may take long (a pasted
+book), so prompts are submitted on a thread of their own. Widgets are not known here.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from textual.message import Message as TextualMessage
+
+from nanochat.engine.config import SamplingParams
+from nanochat.engine.handle import RequestHandle
+from nanochat.engine.outputs import RequestOutput
+from nanochat.errors import NanochatError, PromptTooLong
+from nanochat.ui.chat import Chat
+from nanochat.ui.sanitize import Sanitizer
+
+if TYPE_CHECKING:
+    from nanochat.engine.engine import Engine
+    from nanochat.ui.context import Contexts, DropOffer, Prompt
+
+logger = logging.getLogger(__name__)
+
+MAX_DELTA_INTERVAL_S = 0.25
+"""However slowly a chat draws, its text is passed on this often."""
+COST_FACTOR = 2.0
+"""A chat whose last text took t to draw gets the next one no sooner than this times t later."""
+
+
+@dataclass
+class AnswerStarted(TextualMessage):
+    """The engine has taken the prompt."""
+
+    chat_id: int
+    handle: RequestHandle
+    reasoning_tags: tuple[str, str] | None
+
+
+@dataclass
+class AnswerRefused(TextualMessage):
+    """The prompt can't run; ``error`` is a sentence, ``offer`` what would make it fit."""
+
+    chat_id: int
+    error: str
+    offer: DropOffer | None = None
+
+
+@dataclass
+class AnswerGrew(TextualMessage):
+    """New sanitised text, and how many tokens it came from."""
+
+    chat_id: int
+    text: str
+    num_tokens: int
+
+
+@dataclass
+class AnswerEnded(TextualMessage):
+    """The answer is complete, stopped, or has failed."""
+
+    chat_id: int
+    output: RequestOutput
+
+
+@dataclass(slots=True)
+class _Live:
+    handle: RequestHandle
+    sanitizer: Sanitizer
+    not_before_s: float = 0.0
+
+
+class Bridge:
+    """One for the app; all methods are for the UI thread."""
+
+    def __init__(
+        self, engine: Engine, sampling: Mapping[str, Any], post: Callable[[TextualMessage], object]
+    ) -> None:
+        """``sampling`` holds settings over the model's recommendation; ``post`` must be thread-safe."""
+        from nanochat.ui.context import Contexts, Prompt  # they need a tokenizer library; first paint doesn't
+
+        self._prompt_type = Prompt
+        self.engine = engine
+        self._sampling = {**engine.default_sampling, **sampling}
+        self._post = post
+        self._contexts: Contexts = Contexts(engine.tokenizer)
+        self._live: dict[int, _Live] = {}
+        self._prompts: queue.SimpleQueue[Prompt] = queue.SimpleQueue()
+        self._stopping: set[int] = set()
+        threading.Thread(target=self._submit_prompts, name="nanochat-submit", daemon=True).start()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any request is live."""
+        return bool(self._live)
+
+    def sampling_params(self, overrides: Mapping[str, Any]) -> SamplingParams:
+        """A chat's settings over the defaults.
+
+        Raises:
+            InvalidOption: a value can't work.
+        """
+        return SamplingParams(**{**self._sampling, **overrides})
+
+    def submit(self, chat: Chat) -> None:
+        """Send the chat's path up to its last question; :class:`AnswerStarted` or a refusal follows."""
+        self._stopping.discard(chat.id)
+        messages = tuple(message for message in chat.context if message is not chat.live)
+        self._prompts.put(
+            self._prompt_type(chat.id, chat.system, chat.started, messages, dict(chat.sampling))
+        )
+
+    def track(self, chat_id: int, handle: RequestHandle) -> None:
+        """Poll this handle from now on."""
+        self._live[chat_id] = _Live(handle, Sanitizer())
+        if chat_id in self._stopping:
+            self._stopping.discard(chat_id)
+            handle.cancel()
+
+    def stop(self, chat_id: int) -> None:
+        """End the chat's answer early, also one that is still being submitted."""
+        if (live := self._live.get(chat_id)) is not None:
+            live.handle.cancel()
+        else:
+            self._stopping.add(chat_id)
+
+    def forget(self, chat_id: int) -> None:
+        """The chat was closed: end its answer and drop what is kept for it."""
+        self.stop(chat_id)
+        self._live.pop(chat_id, None)
+        self._contexts.forget(chat_id)
+
+    def request_ids(self) -> dict[int, int]:
+        """Live request ids, each with its chat's id."""
+        return {live.handle.request_id: chat_id for chat_id, live in self._live.items()}
+
+    def poll(self, now_s: float | None = None) -> None:
+        """Post what has come since the last call. ``now_s``: the monotonic clock."""
+        now_s = time.monotonic() if now_s is None else now_s
+        for chat_id, live in list(self._live.items()):
+            is_done = live.handle.done  # before poll: nothing comes after the end
+            if now_s < live.not_before_s and not is_done:
+                continue
+            events = live.handle.poll()
+            text = live.sanitizer.feed("".join(event.text for event in events))
+            if events:
+                self._post(AnswerGrew(chat_id, text, sum(len(event.token_ids) for event in events)))
+            if is_done:
+                del self._live[chat_id]
+                self._post(AnswerEnded(chat_id, live.handle.result(timeout=0)))
+
+    def report_cost(self, chat_id: int, cost_s: float, now_s: float | None = None) -> None:
+        """Drawing the chat's last text took this long; slow drawing gets fewer, larger deltas."""
+        if (live := self._live.get(chat_id)) is not None:
+            now_s = time.monotonic() if now_s is None else now_s
+            live.not_before_s = now_s + min(MAX_DELTA_INTERVAL_S, COST_FACTOR * cost_s)
+
+    def close(self) -> None:
+        """End every request and the engine."""
+        for live in self._live.values():
+            live.handle.cancel()
+        self.engine.close()
+
+    def _submit_prompts(self) -> None:
+        """Runs on the submitting thread, a daemon that ends with the process."""
+        while True:
+            prompt = self._prompts.get()
+            try:
+                token_ids = self._contexts.prompt_ids(prompt)
+                handle = self.engine.submit(token_ids, self.sampling_params(prompt.sampling))
+            except PromptTooLong as error:
+                limit = self.engine.max_model_len
+                offer = self._contexts.drop_offer(prompt, limit)
+                self._post(AnswerRefused(prompt.chat_id, str(error), offer))
+            except NanochatError as error:
+                self._post(AnswerRefused(prompt.chat_id, str(error)))
+            except Exception as error:  # a chat template may raise anything; the chat must hear of it
+                logger.exception("submitting failed")
+                kind = type(error).__name__
+                self._post(
+                    AnswerRefused(prompt.chat_id, f"The prompt could not be prepared ({kind}: {error}).")
+                )
+            else:
+                self._post(AnswerStarted(prompt.chat_id, handle, self._contexts.reasoning_tags))

@@ -1,0 +1,106 @@
+"""Loads the engine on a thread of its own, so that the screen is up and takes typing meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from textual.message import Message
+
+from nanochat.engine.config import EngineConfig
+from nanochat.engine.progress import Progress
+from nanochat.errors import NanochatError
+
+if TYPE_CHECKING:
+    from nanochat.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 0.05
+"""Progress within a stage is passed on at most this often."""
+
+
+class _AbandonedError(Exception):
+    """The app has quit; raised from the progress callback to end loading early."""
+
+
+@dataclass
+class LoadProgressed(Message):
+    """Loading has come this far."""
+
+    progress: Progress
+
+
+@dataclass
+class LoadFailed(Message):
+    """The model can't be had; ``error`` is a sentence that says what to do."""
+
+    error: str
+
+
+@dataclass
+class EngineReady(Message):
+    """The engine takes requests; it is the receiver's to close."""
+
+    engine: Engine
+
+
+class Loader:
+    """A daemon thread that posts what it does.
+
+    Not a Textual worker: those are waited for on exit, and importing PyTorch can't be interrupted.
+    """
+
+    def __init__(self, config: EngineConfig, post: Callable[[Message], object]) -> None:
+        """``post`` must be safe to call from any thread."""
+        self._config = config
+        self._post = post
+        self._is_abandoned = threading.Event()
+        self._last_stage = ""
+        self._last_report_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="nanochat-loader", daemon=True)
+
+    def start(self) -> None:
+        """Begin loading."""
+        self._thread.start()
+
+    def abandon(self, timeout_s: float) -> bool:
+        """Ask to stop and wait a little; False if the thread is still busy after that."""
+        self._is_abandoned.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._report(Progress("Starting PyTorch"))
+            from nanochat.engine.engine import Engine
+
+            engine = Engine(self._config, progress=self._report)
+        except _AbandonedError:
+            return
+        except NanochatError as error:
+            self._post(LoadFailed(str(error)))
+        except Exception as error:  # whatever it is, the person in front of the screen must hear of it
+            logger.exception("loading failed")
+            kind = type(error).__name__
+            self._post(
+                LoadFailed(f"The model could not be loaded because of an internal error ({kind}: {error}).")
+            )
+        else:
+            if self._is_abandoned.is_set():
+                engine.close()
+            else:
+                self._post(EngineReady(engine))
+
+    def _report(self, progress: Progress) -> None:
+        if self._is_abandoned.is_set():
+            raise _AbandonedError
+        now = time.monotonic()
+        if progress.stage != self._last_stage or now - self._last_report_s >= REPORT_INTERVAL_S:
+            self._last_stage, self._last_report_s = progress.stage, now
+            self._post(LoadProgressed(progress))

@@ -1,0 +1,102 @@
+"""The terminal around the app: refuses one that can't show it, and keeps stray output off the screen.
+
+C code (CUDA, tokenizers, compilers) writes to file descriptors 1 and 2 without asking, which would
+corrupt the picture. While the app runs both lead to a log file, and Textual alone has the terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nanochat.errors import NanochatError
+
+MIN_COLUMNS = 40
+MIN_ROWS = 10
+MAX_LOG_BYTES = 1_000_000
+"""A log longer than this is started anew."""
+
+
+class UnfitTerminal(NanochatError):
+    """The app can't be shown here; the message says why and what to do."""
+
+
+def check_terminal() -> None:
+    """Make sure that the app can be shown.
+
+    Raises:
+        UnfitTerminal: there is no terminal, it is too plain, or too small.
+    """
+    if not sys.stdin.isatty() or _screen_descriptor() is None:
+        raise UnfitTerminal(
+            "The chat app needs a terminal for its input and output; in a pipe or script, "
+            'use nanochat ask "your question".'
+        )
+    if os.name == "posix" and os.environ.get("TERM", "") in ("", "dumb", "unknown"):
+        raise UnfitTerminal(
+            "This terminal says that it can't move its cursor (TERM is unset, dumb or unknown); use another "
+            'terminal, set TERM to its real type, or use nanochat ask "your question".'
+        )
+    columns, rows = os.get_terminal_size(_screen_descriptor() or 0)
+    if 0 < columns < MIN_COLUMNS or 0 < rows < MIN_ROWS:  # 0 means that the terminal doesn't know
+        raise UnfitTerminal(
+            f"The terminal has {columns} columns and {rows} rows, but the app needs {MIN_COLUMNS} and "
+            f"{MIN_ROWS} at least; enlarge it and start again."
+        )
+
+
+def _screen_descriptor() -> int | None:
+    """The terminal's output: where Textual writes, or standard output when that is redirected."""
+    return next((descriptor for descriptor in (2, 1) if os.isatty(descriptor)), None)
+
+
+def log_file() -> Path:
+    """Where stray output and unexpected errors go."""
+    from platformdirs import user_log_path
+
+    return user_log_path("nanochat") / "app.log"
+
+
+def _open_log(path: Path) -> int:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        too_long = path.exists() and path.stat().st_size > MAX_LOG_BYTES
+        mode = os.O_TRUNC if too_long else os.O_APPEND
+        return os.open(path, os.O_WRONLY | os.O_CREAT | mode, 0o600)
+    except OSError:  # a read-only home: the app is worth more than its log
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+@contextmanager
+def reserved_screen(log: Path) -> Iterator[None]:
+    """Inside, descriptors 1 and 2 lead to ``log``; Textual's own output still reaches the terminal.
+
+    Textual writes to ``sys.__stderr__`` and asks ``sys.__stdout__`` for the terminal's size, so both
+    are given a descriptor of their own meanwhile.
+    """
+    screen = _screen_descriptor()
+    if screen is None:
+        yield
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved_streams = sys.__stdout__, sys.__stderr__
+    saved = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
+    log_descriptor = _open_log(log)
+    with open(os.dup(screen), "w", encoding="utf-8", errors="replace") as terminal:
+        try:
+            sys.__stdout__ = sys.__stderr__ = terminal  # type: ignore[misc]
+            for descriptor in saved:
+                os.dup2(log_descriptor, descriptor)
+            yield
+        finally:
+            sys.__stdout__, sys.__stderr__ = saved_streams  # type: ignore[misc]
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for descriptor, original in saved.items():
+                os.dup2(original, descriptor)
+                os.close(original)
+            os.close(log_descriptor)
