@@ -47,6 +47,11 @@ class MarkdownView(Widget):
         return self._document.source
 
     @property
+    def text(self) -> str:
+        """What stands on the screen, line by line, without styles."""
+        return "\n".join(line.content.plain for line in self._document.lines)
+
+    @property
     def is_live(self) -> bool:
         """Whether a cursor stands at the end."""
         return self._is_live
@@ -153,8 +158,7 @@ class MarkdownView(Widget):
         return True
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
-        text = "\n".join(line.content.plain for line in self._document.lines)
-        return selection.extract(text), "\n"
+        return selection.extract(self.text), "\n"
 
     def selection_updated(self, selection: Selection | None) -> None:
         self._strips.clear()

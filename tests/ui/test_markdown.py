@@ -49,10 +49,16 @@ def streamed(pieces: list[str], width: int = 60) -> MarkdownDocument:
     return document
 
 
-@pytest.mark.parametrize("text", [LONG_LIST[:2000], LONG_FENCE[:3000], WIDE_TABLE[:3000], SCRIPTS, MIXED])
+@pytest.mark.parametrize("text", [LONG_LIST[:500], LONG_FENCE[:400], WIDE_TABLE[:500], SCRIPTS, MIXED])
 @pytest.mark.parametrize("step", [1, 7])
 def test_streamed_text_ends_as_a_fresh_layout(text: str, step: int) -> None:
     document = streamed([text[start : start + step] for start in range(0, len(text), step)])
+    assert lines(document) == fresh(text)
+
+
+@pytest.mark.parametrize("text", [LONG_LIST, LONG_FENCE, WIDE_TABLE])
+def test_long_blocks_streamed_in_large_pieces_end_as_a_fresh_layout(text: str) -> None:
+    document = streamed([text[start : start + 397] for start in range(0, len(text), 397)])
     assert lines(document) == fresh(text)
 
 

@@ -1,0 +1,198 @@
+"""The chat app: paints first, loads the model behind the screen, and leaves the terminal as it found it.
+
+Imports neither torch nor transformers; the loader does, on its own thread, once the screen is up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ClassVar
+
+from textual.app import App
+from textual.binding import BindingType
+from textual.screen import Screen
+from textual.widgets import TextArea
+
+from nanochat.engine.config import EngineConfig
+from nanochat.ui import formatting as fmt
+from nanochat.ui.actions import bindings
+from nanochat.ui.bridge import Bridge
+from nanochat.ui.chrome import LoadState
+from nanochat.ui.loader import EngineReady, Loader, LoadFailed, LoadProgressed
+from nanochat.ui.main_screen import MainScreen
+from nanochat.ui.palette import ActionsProvider
+from nanochat.ui.terminal import UnfitTerminal, check_terminal, log_file, reserved_screen
+from nanochat.ui.theme import DARK, THEMES
+
+logger = logging.getLogger(__name__)
+
+QUIT_WINDOW_S = 2.0
+"""Two presses of Ctrl+C within this time quit."""
+LOAD_WAIT_S = 0.3
+"""On leaving while the model loads, the loader is given this long to notice."""
+CLOSE_WAIT_S = 1.0
+"""On leaving, the engine's step in progress is waited for this long."""
+
+
+class NanochatApp(App[None]):
+    """The app. It owns the engine; the chats belong to its main screen."""
+
+    TITLE = "nanochat"
+    CSS_PATH = "nanochat.tcss"
+    COMMANDS: ClassVar = {ActionsProvider}
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings(of_app=True)]
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        system: str | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        screenshot_folder: Path | None = None,
+    ) -> None:
+        """``sampling`` holds the user's settings over the model's recommendation, by parameter name."""
+        super().__init__()
+        self.load_error: str | None = None
+        self._system = system
+        self._sampling = dict(sampling or {})
+        self._screenshot_folder = screenshot_folder
+        self._loader = Loader(config, self.post_message)
+        self._bridge: Bridge | None = None
+        self._interrupted_s = -QUIT_WINDOW_S
+        for theme in THEMES:
+            self.register_theme(theme)
+        self.theme = DARK.name
+
+    def get_default_screen(self) -> Screen[None]:
+        return MainScreen(self._system)
+
+    @property
+    def main_screen(self) -> MainScreen:
+        """The screen below any dialog."""
+        screen = self.screen_stack[0]
+        if not isinstance(screen, MainScreen):
+            raise TypeError(f"the first screen is a {type(screen).__name__}")
+        return screen
+
+    def on_mount(self) -> None:
+        self.call_after_refresh(self._loader.start)  # importing PyTorch would delay the first paint
+
+    def on_load_progressed(self, event: LoadProgressed) -> None:
+        self.main_screen.show_load(LoadState(progress=event.progress))
+
+    def on_load_failed(self, event: LoadFailed) -> None:
+        self.load_error = event.error
+        self.main_screen.fail(event.error)
+
+    def on_engine_ready(self, event: EngineReady) -> None:
+        self._bridge = Bridge(event.engine, self._sampling, self.main_screen.post_message)
+        self.main_screen.start(self._bridge)
+
+    def action_interrupt(self) -> None:
+        """Copy what is selected; else stop the answer in view; else quit when pressed twice."""
+        focused = self.focused
+        selected = focused.selected_text if isinstance(focused, TextArea) else ""
+        if text := selected or self.screen.get_selected_text():
+            self.copy_to_clipboard(text)
+            self.screen.clear_selection()
+            self.notify("Copied.", timeout=2)
+            return
+        main = self.main_screen
+        now_s = time.monotonic()
+        if main.chat.is_busy:
+            main.action_stop()
+        elif now_s - self._interrupted_s < QUIT_WINDOW_S:
+            self.leave()
+        else:
+            self._interrupted_s = now_s
+            busy = len(main.workspace.busy)
+            note = f" {fmt.plural(busy, 'chat')} still answering." if busy else ""
+            self.notify(f"Press ^C again to quit.{note}", timeout=QUIT_WINDOW_S)
+
+    async def action_quit(self) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """End the app; the exit status says whether there was a model."""
+        self.exit(return_code=1 if self.load_error is not None else 0)
+
+    def action_screenshot(self, filename: str | None = None, path: str | None = None) -> None:
+        """Save the screen as SVG and say where."""
+        folder = Path(path) if path is not None else self._screenshot_folder or _pictures_folder()
+        name = filename or f"nanochat-{datetime.now():%Y-%m-%d-%H%M%S-%f}"[:-3] + ".svg"
+        svg = self.export_screenshot(title="nanochat")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(svg, encoding="utf-8")
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            self.notify(
+                f"The screenshot can't be saved in {folder}: {reason}.", severity="error", markup=False
+            )
+        else:
+            self.notify(str(folder / name), title="Screenshot saved", markup=False)
+
+    def close_engine(self) -> bool:
+        """End loading or the engine; False if a thread of theirs is still busy after a moment."""
+        if not self._loader.abandon(LOAD_WAIT_S):
+            return False
+        if self._bridge is None:
+            return True
+        closing = threading.Thread(target=self._bridge.close, name="nanochat-close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_WAIT_S)
+        return not closing.is_alive()
+
+
+def _pictures_folder() -> Path:
+    """The user's pictures, or the home folder where there are none."""
+    from platformdirs import user_pictures_path
+
+    pictures = user_pictures_path()
+    return pictures if pictures.is_dir() else Path.home()
+
+
+def run_app(
+    config: EngineConfig, *, system: str | None = None, sampling: Mapping[str, Any] | None = None
+) -> int:
+    """Run the app until the user leaves; returns the exit status.
+
+    Args:
+        config: which model to load, and how.
+        system: system prompt of new chats.
+        sampling: the user's sampling settings over the model's recommendation, by parameter name.
+
+    Returns:
+        0; or 1 with a sentence on standard error when the terminal can't show the app, the model could
+        not be loaded, or the app has failed.
+    """
+    try:
+        check_terminal()
+    except UnfitTerminal as error:
+        print(f"nanochat: {error}", file=sys.stderr)
+        return 1
+    log = log_file()
+    app = NanochatApp(config, system=system, sampling=sampling)
+    with reserved_screen(log):
+        logging.basicConfig(filename=log) if log.parent.is_dir() else None
+        app.run()
+        is_closed = app.close_engine()
+    status = app.return_code or 0
+    if app.load_error is not None:
+        print(f"nanochat: {app.load_error}", file=sys.stderr)
+    elif status:
+        print(f"nanochat: The app has failed; {log} says where.", file=sys.stderr)
+    if not is_closed:
+        # A thread is deep in native code, importing PyTorch or computing a step, and can't be asked to
+        # end. Python's own exit would tear the interpreter down under it and may crash; nothing is open.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status

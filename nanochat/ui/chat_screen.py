@@ -1,0 +1,326 @@
+"""The screen with the chats, as far as it shows them: tabs, panes, panel, and answers as they come.
+
+State lives in :class:`Workspace` and its chats; the widgets only show it. The app hands over the bridge
+to the engine once the model is loaded; prompts sent earlier wait for that. What the user can do lies in
+:mod:`nanochat.ui.main_screen`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from textual import events
+from textual.app import ComposeResult
+from textual.containers import Horizontal
+from textual.message import Message
+from textual.screen import Screen
+from textual.timer import Timer
+from textual.widgets import ContentSwitcher
+
+from nanochat.ui import formatting as fmt
+from nanochat.ui.bridge import AnswerEnded, AnswerGrew, AnswerRefused, AnswerStarted, Bridge
+from nanochat.ui.chat import Chat, NoteKind, Phase
+from nanochat.ui.chat_pane import ChatPane, pane_id
+from nanochat.ui.chrome import Header, KeyBar, LoadState, Welcome
+from nanochat.ui.sanitize import sanitize_line
+from nanochat.ui.snapshots import busy_label, take_snapshot, update_phases
+from nanochat.ui.stats_panel import CONTEXT_WARNING, History, StatsLine, StatsPanel
+from nanochat.ui.tab_bar import TabBar
+from nanochat.ui.workspace import Workspace
+
+if TYPE_CHECKING:
+    from nanochat.ui.context import DropOffer
+
+POLLS_PER_S = 30
+STATS_PER_S = 6
+PANEL_COLUMNS = 96
+"""A narrower screen, or one with fewer than ``PANEL_ROWS`` rows, has one line instead of the full panel."""
+PANEL_ROWS = 18
+DROP_ACTION = "drop_oldest"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A question that didn't fit."""
+
+    text: str
+    """Empty when it was to be answered again."""
+    offer: DropOffer
+
+
+PanelMode = Literal["full", "narrow", "line", "off"]
+
+
+class ChatScreen(Screen[None]):
+    """Shows the workspace. One for the app."""
+
+    @dataclass
+    class Refused(Message):
+        """A chat's question didn't fit, but would with fewer turns."""
+
+        chat: Chat
+
+    def __init__(self, system: str | None) -> None:
+        super().__init__()
+        self.workspace = Workspace(Chat(system=system))
+        self.bridge: Bridge | None = None
+        self.load_state = LoadState()
+        self.refusals: dict[int, Refusal] = {}
+        """By chat id: the last question that didn't fit, and what would make it fit."""
+        self.system = system
+        self.panel_mode: PanelMode | None = None
+        """What the user chose; None: what fits."""
+        self._history = History()
+        self._live_timers: list[Timer] = []
+        # Kept rather than looked up: timers may still fire while the screen is being taken apart.
+        self._header = Header()
+        self._tab_bar = TabBar()
+        self._switcher = ContentSwitcher()
+        self._panel = StatsPanel(self._history)
+        self._stats_line = StatsLine(self._history)
+        self._panes: dict[int, ChatPane] = {}
+
+    def compose(self) -> ComposeResult:
+        yield self._header
+        yield self._tab_bar
+        with Horizontal(id="body"):
+            yield self._switcher
+            yield self._panel
+        yield self._stats_line
+        yield KeyBar()
+
+    async def on_mount(self) -> None:
+        self._live_timers = [
+            self.set_interval(1 / POLLS_PER_S, self._poll, pause=True),
+            self.set_interval(1 / STATS_PER_S, self.show_stats, pause=True),
+        ]
+        self._choose_panel()
+        await self.add_pane(self.workspace.active)
+
+    def on_resize(self, event: events.Resize) -> None:
+        self._choose_panel()
+
+    # Tabs and panes
+
+    async def add_pane(self, chat: Chat) -> None:
+        """Show a chat that the workspace has just opened."""
+        pane = self._panes[chat.id] = ChatPane(chat, self.workspace.slots[chat.id], Welcome(self.load_state))
+        self._tab_bar.add(chat.id)
+        await self._switcher.add_content(pane, set_current=True)
+        self.show_active()
+
+    async def remove_pane(self, chat: Chat) -> None:
+        """The workspace has closed a chat."""
+        if self.bridge is not None:
+            self.bridge.forget(chat.id)
+        self.refusals.pop(chat.id, None)
+        self._tab_bar.take_away(chat.id)
+        self.show_active()
+        await self._panes.pop(chat.id).remove()
+
+    def show_active(self) -> None:
+        """Bring the workspace's active chat into view."""
+        chat = self.workspace.active
+        self._switcher.current = pane_id(chat.id)
+        self.pane(chat).focus_prompt()
+        self.show_stats()
+
+    def pane(self, chat: Chat) -> ChatPane:
+        """The pane of an open chat."""
+        return self._panes[chat.id]
+
+    def tell(
+        self,
+        chat: Chat,
+        text: str,
+        kind: NoteKind = "information",
+        action_id: str = "",
+        action_label: str = "",
+    ) -> None:
+        """Say something in the chat it concerns, where it stays."""
+        self.pane(chat).show_note(chat.note(text, kind, action_id, action_label))
+
+    # Loading
+
+    def show_load(self, state: LoadState) -> None:
+        """Loading has come further, or has ended."""
+        self.load_state = state
+        for welcome in self.query(Welcome):
+            welcome.show(state)
+        self._header.show(state, "")
+
+    def fail(self, error: str) -> None:
+        """There will be no engine: give back what waits for it."""
+        self.show_load(LoadState(error=error))
+        for chat in self.workspace.busy:
+            text, pane = chat.withdraw(), self.pane(chat)
+            pane.show_path()
+            pane.restore_prompt(text)
+        self.show_tabs()
+
+    def start(self, bridge: Bridge) -> None:
+        """The engine is there: send what waits for it."""
+        self.bridge = bridge
+        engine = bridge.engine
+        name = sanitize_line(engine.model_name)
+        self.show_load(LoadState(model=f"{name} · {engine.device_name} · kv {engine.kv_dtype_name}"))
+        for chat in self.workspace.busy:
+            self.send(chat)
+        self.show_stats()
+
+    # Answers
+
+    def send(self, chat: Chat) -> None:
+        """Submit the chat's question, or let it wait for the model."""
+        if self.bridge is None:
+            chat.phase = Phase.LOADING
+        else:
+            chat.phase = Phase.SUBMITTED
+            self.bridge.submit(chat)
+            for timer in self._live_timers:
+                timer.resume()
+        self.show_tabs()
+        self.pane(chat).update_live()
+
+    def on_answer_started(self, event: AnswerStarted) -> None:
+        chat = self.workspace.find(event.chat_id)
+        if self.bridge is None or chat is None or chat.live is None:
+            event.handle.cancel()
+            return
+        chat.live.answer.tags = event.reasoning_tags
+        chat.phase = Phase.QUEUED
+        self.bridge.track(chat.id, event.handle)
+        self.show_stats()
+
+    def on_answer_grew(self, event: AnswerGrew) -> None:
+        chat, bridge = self.workspace.find(event.chat_id), self.bridge
+        if bridge is not None and chat is not None and chat.live is not None:
+            chat.live.answer.append(event.text, event.num_tokens)
+            self.pane(chat).grow(lambda cost_s: bridge.report_cost(event.chat_id, cost_s))
+
+    def on_answer_ended(self, event: AnswerEnded) -> None:
+        chat = self.workspace.find(event.chat_id)
+        if chat is None or chat.live is None:
+            return
+        answer, pane = chat.live, self.pane(chat)
+        chat.end_answer(event.output)
+        chat.is_unread = chat is not self.workspace.active
+        pane.end_answer(answer)
+        if event.output.error is not None:
+            self.tell(chat, sanitize_line(event.output.error, 1_000), "error")
+        self._warn_of_context(chat)
+        self.show_stats()
+
+    def on_answer_refused(self, event: AnswerRefused) -> None:
+        chat = self.workspace.find(event.chat_id)
+        if chat is None or chat.live is None:
+            return
+        text, error = chat.withdraw(), sanitize_line(event.error, 1_000)
+        chat.has_failed = True
+        self.forget_refusal(chat)
+        self.pane(chat).show_path()
+        if text:
+            self.pane(chat).restore_prompt(text)
+        if event.offer is None:
+            self.tell(chat, error, "error")
+        else:
+            self.refusals[chat.id] = Refusal(text, event.offer)
+            self.tell(
+                chat,
+                f"{error} {offer_text(event.offer)}.",
+                "error",
+                DROP_ACTION,
+                "Leave out and send (/drop)",
+            )
+            self.post_message(self.Refused(chat))
+        self.show_stats()
+
+    def forget_refusal(self, chat: Chat) -> None:
+        """The offer that came with the last refusal no longer holds."""
+        self.refusals.pop(chat.id, None)
+        chat.notes = [note for note in chat.notes if note.action_id != DROP_ACTION]
+
+    def _warn_of_context(self, chat: Chat) -> None:
+        limit = self.bridge.engine.max_model_len if self.bridge is not None else 0
+        used = chat.context_tokens
+        if limit and used >= CONTEXT_WARNING * limit and not chat.warned_context:
+            chat.warned_context = True
+            self.tell(
+                chat,
+                f"This chat fills {fmt.percent(used, limit)} of the context ({fmt.count(used)} of {fmt.count(limit)} "
+                "tokens). /drop 1 leaves out the oldest turn, ^N opens a new chat.",
+                "warning",
+            )
+
+    # What the engine is doing
+
+    def _poll(self) -> None:
+        if self.bridge is None:
+            return
+        self.bridge.poll()
+        if not self.bridge.is_active and not self.workspace.busy:
+            for timer in self._live_timers:
+                timer.pause()
+            self.show_stats()
+
+    def show_stats(self) -> None:
+        """Take the engine's statistics and bring tabs, footers, header and panel up to date."""
+        bridge, workspace = self.bridge, self.workspace
+        if bridge is None:
+            self.show_tabs()
+            return
+        stats = bridge.engine.stats()
+        chat_ids = bridge.request_ids()
+        rows = update_phases(workspace.chats, chat_ids, stats)
+        if bridge.is_active:
+            self._history.record(stats)
+        snapshot = take_snapshot(
+            workspace.chats,
+            workspace.active,
+            workspace.slots,
+            chat_ids,
+            rows,
+            stats,
+            bridge.engine.block_map() if self._panel.display else None,
+            bridge.engine.max_model_len,
+        )
+        (self._panel if self._panel.display else self._stats_line).show(snapshot)
+        self._header.show(self.load_state, busy_label(stats))
+        self.pane(workspace.active).update_live()
+        self.show_tabs()
+
+    def show_tabs(self) -> None:
+        """Bring the tabs' badges up to date."""
+        workspace = self.workspace
+        self._tab_bar.show(workspace.chats, workspace.slots, workspace.active.id)
+
+    # The panel's size
+
+    @property
+    def fitting_panel_modes(self) -> tuple[PanelMode, ...]:
+        """What F2 goes through on a screen of this size; the first is the default."""
+        width, height = self.size
+        if width >= PANEL_COLUMNS and height >= PANEL_ROWS:
+            return "full", "narrow", "off"
+        return "line", "narrow", "off"
+
+    def show_panel(self, mode: PanelMode | None) -> None:
+        """Set the panel's size; None: what fits."""
+        self.panel_mode = mode
+        self._choose_panel()
+        self.call_after_refresh(self.show_stats)
+
+    def _choose_panel(self) -> None:
+        modes = self.fitting_panel_modes
+        mode = self.panel_mode if self.panel_mode in modes else modes[0]
+        self._panel.display = mode in ("full", "narrow")
+        self._panel.set_class(mode == "narrow", "-narrow")
+        self._stats_line.display = mode == "line"
+
+
+def offer_text(offer: DropOffer) -> str:
+    """What leaving out turns would do."""
+    turns = fmt.plural(offer.turns, "oldest turn")
+    before, after, limit = map(fmt.count, (offer.tokens_before, offer.tokens_after, offer.limit))
+    return f"Leaving out the {turns} brings the prompt from {before} to {after} of {limit} tokens"

@@ -1,0 +1,140 @@
+"""What frames the chats: the header, the welcome of an empty chat, and the bar of keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from textual.content import Content
+from textual.widget import Widget
+from textual.widgets import Static
+
+from nanochat.engine.progress import Progress
+from nanochat.ui import formatting as fmt
+from nanochat.ui.actions import ACTIONS
+from nanochat.ui.sanitize import sanitize_line
+
+BAR_WIDTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class LoadState:
+    """Where the model stands: loading, failed, or ready."""
+
+    progress: Progress | None = None
+    error: str | None = None
+    model: str | None = None
+    """``SmolLM2-135M-Instruct · cpu · kv bfloat16`` once it is ready."""
+
+
+def amount(progress: Progress) -> str:
+    """``41.2 MB of 98.3 MB``, ``3 of 30``, or nothing when the length isn't known."""
+    if not progress.total:
+        return ""
+    if progress.unit == "B":
+        return f"{fmt.size(progress.done)} of {fmt.size(progress.total)}"
+    return f"{fmt.count(progress.done)} of {fmt.count(progress.total)}"
+
+
+def welcome(state: LoadState) -> Content:
+    """What an empty chat says."""
+    title = Content.styled("nanochat", "bold $accent")
+    lines = [title, Content.styled("many chats at once, one engine, this machine", "$muted"), Content("")]
+    if state.error is not None:
+        lines += [
+            Content.styled("The model could not be loaded", "bold $error"),
+            Content(sanitize_line(state.error, 2_000)),
+        ]
+        lines += [Content(""), Content.styled("^Q quits.", "$muted")]
+    elif state.model is None:
+        progress = state.progress or Progress("Starting")
+        lines.append(Content(f"{sanitize_line(progress.stage)}…"))
+        if progress.total:
+            filled, space = fmt.bar(progress.done / progress.total, BAR_WIDTH)
+            lines.append(Content.styled(filled, "$accent") + Content.styled(space, "$line"))
+            lines.append(Content.styled(amount(progress), "$muted"))
+        lines += [
+            Content(""),
+            Content.styled("You can write already; it is sent when the model is ready.", "$muted"),
+        ]
+    else:
+        lines += [Content(state.model), Content("")]
+        lines.append(_keys(["new_chat", "fork_chat", "stop", "again", "help"]))
+    return Content("\n").join(lines)
+
+
+class Welcome(Static):
+    """Shown in a chat without messages."""
+
+    def __init__(self, state: LoadState) -> None:
+        super().__init__(welcome(state), markup=False)
+
+    def show(self, state: LoadState) -> None:
+        """Bring up to date."""
+        self.update(welcome(state))
+
+
+class Header(Widget):
+    """Name and model on the left, what the engine is doing on the right."""
+
+    DEFAULT_CSS = "Header { height: 1; }"
+    can_focus = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = LoadState()
+        self._busy = ""
+
+    def show(self, state: LoadState, busy: str) -> None:
+        """Bring up to date."""
+        if (state, busy) != (self._state, self._busy):
+            self._state, self._busy = state, busy
+            self.refresh()
+
+    def render(self) -> Content:
+        state, width = self._state, self.content_size.width
+        left = Content.styled("nanochat", "bold $accent") + Content.styled(
+            f"   {state.model or ''}", "$muted"
+        )
+        right = Content.styled(self._busy, "$muted")
+        if state.error is not None:
+            right = Content.styled("no model", "$error")
+        elif state.model is None:
+            progress = state.progress
+            share = f" {fmt.percent(progress.done, progress.total)}" if progress and progress.total else ""
+            right = Content.styled(
+                f"{sanitize_line(progress.stage) if progress else 'Starting'}{share}", "$accent"
+            )
+        left = left.truncate(max(0, width - cell_len(right.plain) - 1), ellipsis=True)
+        return left + " " * (width - cell_len(left.plain) - cell_len(right.plain)) + right
+
+
+class KeyBar(Widget):
+    """The most used keys, as many as fit; each can be clicked."""
+
+    DEFAULT_CSS = "KeyBar { height: 1; }"
+    can_focus = False
+
+    def render(self) -> Content:
+        width, line = self.content_size.width, Content("")
+        for action in ACTIONS:
+            if not action.footer:
+                continue
+            key = Content.from_markup(
+                f"[@click=screen.do('{action.id}')][$accent]$key[/] $label[/]",
+                key=action.key_label,
+                label=action.footer,
+            )
+            longer = line + "   " + key if line else key
+            if cell_len(longer.plain) <= width:
+                line = longer
+        return line
+
+
+def _keys(ids: list[str]) -> Content:
+    actions = {action.id: action for action in ACTIONS}
+    pairs = [
+        Content.styled(actions[id].key_label, "$accent") + Content.styled(f" {actions[id].footer}", "$muted")
+        for id in ids
+    ]
+    return Content("   ").join(pairs)

@@ -1,0 +1,283 @@
+"""What the user can do with the chats: one ``action_…`` method for each entry of the actions table."""
+
+from __future__ import annotations
+
+import inspect
+from typing import ClassVar
+
+from nanochat.errors import InvalidOption
+from nanochat.ui import formatting as fmt
+from nanochat.ui.actions import ACTIONS, Action, bindings, jump_bindings, parse_slash
+from nanochat.ui.chat import Chat, Message, Phase
+from nanochat.ui.chat_pane import ChatPane
+from nanochat.ui.chat_screen import ChatScreen, offer_text
+from nanochat.ui.dialogs import Confirm, Help
+from nanochat.ui.sampling_commands import describe, parse_setting
+from nanochat.ui.sanitize import sanitize_line
+from nanochat.ui.tab_bar import TabBar
+from nanochat.ui.theme import DARK, LIGHT
+
+
+class MainScreen(ChatScreen):
+    """The chats, and everything that can be done with them."""
+
+    BINDINGS: ClassVar = [*bindings(of_app=False), *jump_bindings()]
+
+    @property
+    def chat(self) -> Chat:
+        """The chat in view."""
+        return self.workspace.active
+
+    # Ways to an action: a key (by Textual), a click, the palette, a slash command
+
+    async def action_do(self, action_id: str) -> None:
+        await self.run_named(next(action for action in ACTIONS if action.id == action_id))
+
+    async def run_from_palette(self, action: Action) -> None:
+        """What needs an argument is written into the prompt as a slash command to complete."""
+        if action.argument and not self.pane(self.chat).has_draft:
+            self.pane(self.chat).take_prompt(f"/{action.slash} ")
+        else:
+            await self.run_named(action)
+
+    async def run_named(self, action: Action, argument: str = "") -> None:
+        """Do it, on the app or here."""
+        method = getattr(self.app if action.of_app else self, f"action_{action.id}")
+        result = method(argument) if action.argument else method()
+        if inspect.isawaitable(result):
+            await result
+
+    async def on_chat_pane_prompted(self, event: ChatPane.Prompted) -> None:
+        call = parse_slash(event.text)
+        if call is None:
+            text = event.text
+            self.ask(event.pane.chat, text[1:] if text.startswith("//") else text)
+        elif call.action is None:
+            self.notify(
+                f"There is no command /{sanitize_line(call.name, 30)}; /help lists them.",
+                severity="warning",
+                markup=False,
+            )
+        elif call.argument and not call.action.argument:
+            self.notify(f"/{call.name} takes nothing after it.", severity="warning", markup=False)
+        else:
+            event.pane.take_prompt()
+            await self.run_named(call.action, call.argument)
+
+    # Asking
+
+    def ask(self, chat: Chat, text: str) -> None:
+        """Send a message, unless an answer is still under way."""
+        if self.load_state.error is not None:
+            self.tell(chat, sanitize_line(self.load_state.error, 1_000), "error")
+        elif chat.is_busy:
+            self.notify("This chat is still answering; Esc stops it. Your message stays in the prompt.")
+        else:
+            self.pane(chat).take_prompt()
+            self._ask(chat, text)
+
+    def _ask(self, chat: Chat, text: str) -> None:
+        self.pane(chat).show_turn(chat.ask(text))
+        self.send(chat)
+
+    def action_stop(self) -> None:
+        chat, pane = self.chat, self.pane(self.chat)
+        if chat.phase is Phase.LOADING:
+            text = chat.withdraw()
+            pane.show_path()
+            pane.restore_prompt(text)
+            self.show_stats()
+        elif chat.is_busy and self.bridge is not None:
+            self.bridge.stop(chat.id)
+
+    def action_again(self) -> None:
+        chat = self.chat
+        last = chat.last_answer
+        if chat.is_busy:
+            self.notify("Stop the answer first (Esc), then ask for another one.")
+        elif last is None or last.parent is None:
+            self.notify("There is no answer yet to give again.")
+        else:
+            self.pane(chat).show_turn(chat.begin_answer(last.parent))
+            self.send(chat)
+
+    def action_drop_oldest(self, argument: str = "") -> None:
+        """Leave out the given number of turns, or what the last refusal offered, and send what it refused."""
+        chat, refusal = self.chat, self.refusals.get(self.chat.id)
+        if chat.is_busy:
+            self.notify("Stop the answer first (Esc), then leave out turns.")
+            return
+        if argument:
+            refusal = None
+            turns = int(argument) if argument.isdecimal() and len(argument) < 7 else 0
+        else:
+            turns = refusal.offer.turns if refusal is not None else 0
+        left = chat.droppable_turns if refusal is None else turns
+        if not 1 <= turns <= left:
+            can_go = f"/drop 1 leaves out the oldest turn; {fmt.plural(left, 'turn')} can go."
+            self.notify(
+                can_go if left else "The last turn always stays; ^N opens a new chat.", severity="warning"
+            )
+            return
+        chat.dropped_turns += turns
+        chat.warned_context = False
+        self.forget_refusal(chat)
+        pane = self.pane(chat)
+        pane.show_path()
+        if refusal is None:
+            self.tell(chat, f"{fmt.plural(turns, 'turn')} left out; the model no longer sees them.")
+        elif refusal.text:
+            pane.withdraw_draft(refusal.text)
+            self._ask(chat, refusal.text)
+        else:
+            self.action_again()
+
+    def on_chat_screen_refused(self, event: ChatScreen.Refused) -> None:
+        """Offer at once to leave out turns, if the chat is in view."""
+        refusal = self.refusals.get(event.chat.id)
+        if refusal is None or event.chat is not self.chat or self.app.screen is not self:
+            return
+
+        def answer(agreed: bool | None) -> None:
+            if agreed and self.chat is event.chat and self.refusals.get(event.chat.id) is refusal:
+                self.action_drop_oldest()
+
+        question = f"The context is full. {offer_text(refusal.offer)}. The turns stay on the screen."
+        self.app.push_screen(Confirm(question, "Leave out and send", "Keep"), answer)
+
+    # Branches
+
+    def action_previous_branch(self) -> None:
+        self._step_branch(self.chat.last_answer, -1)
+
+    def action_next_branch(self) -> None:
+        self._step_branch(self.chat.last_answer, 1)
+
+    def on_chat_pane_branch_wanted(self, event: ChatPane.BranchWanted) -> None:
+        self._step_branch(event.message, event.step)
+
+    def _step_branch(self, message: Message | None, step: int) -> None:
+        if message is None:
+            return
+        if self.chat.is_busy:
+            self.notify("Stop the answer first (Esc), then look at another one.")
+        elif self.chat.choose_branch(message, step):
+            self.pane(self.chat).show_path()
+            self.show_stats()
+
+    # Tabs
+
+    async def action_new_chat(self) -> None:
+        self.workspace.open(Chat(system=self.system))
+        await self.add_pane(self.chat)
+
+    async def action_fork_chat(self) -> None:
+        self.workspace.fork(self.chat)
+        await self.add_pane(self.chat)
+
+    def action_close_chat(self) -> None:
+        chat = self.chat
+
+        async def close(agreed: bool | None) -> None:
+            if agreed and chat in self.workspace.chats:
+                if len(self.workspace.chats) == 1:
+                    await self.action_new_chat()
+                self.workspace.close(chat)
+                await self.remove_pane(chat)
+
+        if chat.is_busy:
+            question = f"“{sanitize_line(chat.title)}” is still answering. Close it and lose the chat?"
+            self.app.push_screen(Confirm(question, "Close"), close)
+        else:
+            self.run_worker(close(True))
+
+    def action_next_chat(self) -> None:
+        self._show(self.workspace.neighbour(1))
+
+    def action_previous_chat(self) -> None:
+        self._show(self.workspace.neighbour(-1))
+
+    def action_jump(self, number: int) -> None:
+        if number <= len(self.workspace.chats):
+            self._show(self.workspace.chats[number - 1])
+
+    def on_tab_bar_picked(self, event: TabBar.Picked) -> None:
+        if (chat := self.workspace.find(event.chat_id)) is not None:
+            self._show(chat)
+
+    async def on_tab_bar_new_wanted(self) -> None:
+        await self.action_new_chat()
+
+    def _show(self, chat: Chat) -> None:
+        self.workspace.show(chat)
+        self.show_active()
+
+    # This chat's settings
+
+    def action_system(self, argument: str = "") -> None:
+        chat = self.chat
+        if argument:
+            chat.system = argument
+            self.tell(chat, "The system prompt is set; it holds from the next message on.")
+        else:
+            shown = sanitize_line(chat.system, 1_000) if chat.system else "none of its own"
+            self.tell(chat, f"System prompt: {shown}. /system followed by a text sets it.")
+
+    def action_set(self, argument: str = "") -> None:
+        chat = self.chat
+        if self.bridge is None:
+            self.notify("Settings can be changed once the model is loaded.")
+            return
+        try:
+            changed = dict(chat.sampling)
+            if argument:
+                name, value = parse_setting(argument)
+                changed.pop(name, None)
+                if value is not None:
+                    changed[name] = value
+            params = self.bridge.sampling_params(changed)
+        except InvalidOption as error:
+            self.tell(chat, sanitize_line(str(error), 400), "error")
+        else:
+            chat.sampling = changed
+            self.tell(chat, describe(params, changed))
+
+    def action_clear_chat(self) -> None:
+        chat = self.chat
+        if chat.is_busy:
+            self.notify("Stop the answer first (Esc), then clear the chat.")
+            return
+
+        def clear(agreed: bool | None) -> None:
+            if agreed and chat in self.workspace.chats:
+                chat.clear()
+                self.pane(chat).show_path()
+                self.show_stats()
+
+        if chat.root.children:
+            self.app.push_screen(Confirm("Forget all messages of this chat?", "Clear"), clear)
+
+    # The view
+
+    def action_toggle_stats(self) -> None:
+        modes = self.fitting_panel_modes
+        now = self.panel_mode if self.panel_mode in modes else modes[0]
+        self.show_panel(modes[(modes.index(now) + 1) % len(modes)])
+
+    def action_toggle_reasoning(self) -> None:
+        self.pane(self.chat).toggle_reasoning()
+
+    def action_toggle_theme(self) -> None:
+        self.app.theme = LIGHT.name if self.app.theme == DARK.name else DARK.name
+
+    def action_scroll_back(self) -> None:
+        self.pane(self.chat).scroll_page(-1)
+
+    def action_scroll_forward(self) -> None:
+        self.pane(self.chat).scroll_page(1)
+
+    def action_help(self) -> None:
+        self.app.push_screen(Help())
+
+    def action_command_palette(self) -> None:
+        self.app.action_command_palette()

@@ -1,0 +1,208 @@
+"""How a message looks: a user's, an answer with its reasoning and footer, and a notice from the app."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.content import Content
+from textual.message import Message as TextualMessage
+from textual.widgets import Static
+
+from nanochat.engine.outputs import RequestOutput
+from nanochat.ui import formatting as fmt
+from nanochat.ui.chat import Chat, Message, Note, Phase
+from nanochat.ui.markdown_view import MarkdownView
+from nanochat.ui.sanitize import sanitize
+
+SHOWN_CHARACTERS = 4_000
+SHOWN_LINES = 60
+"""A user's message longer than this is shown cut; it is sent whole."""
+
+_ENDINGS = {"length": "cut off at its length limit", "cancelled": "stopped", "error": "failed"}
+_SEPARATOR = Content.styled(" · ", "$faint")
+
+
+def shown_text(text: str) -> Content:
+    """A user's message as shown: plain text, cut when very long."""
+    lines = text[:SHOWN_CHARACTERS].split("\n")[:SHOWN_LINES]
+    shown = "\n".join(lines)
+    content = Content(sanitize(shown).expandtabs(4))
+    rest = len(text) - len(shown)
+    return content + Content.styled(f"\n… {fmt.count(rest)} more characters", "$muted") if rest else content
+
+
+def answer_footer(output: RequestOutput) -> Content:
+    """What a finished answer cost, and how it ended if it didn't end by itself."""
+    metrics = output.metrics
+    cached = f" ({fmt.count(metrics.cached_tokens)} cached)" if metrics.cached_tokens else ""
+    parts = [
+        f"TTFT {fmt.duration(metrics.ttft_s)}" if metrics.ttft_s is not None else "",
+        f"{fmt.rate(metrics.decode_tok_s)} tok/s" if metrics.decode_tok_s else "",
+        fmt.plural(metrics.completion_tokens, "token"),
+        f"prompt {fmt.count(metrics.prompt_tokens)}{cached}" if metrics.prompt_tokens else "",
+        f"preempted ×{metrics.preemptions}" if metrics.preemptions else "",
+    ]
+    contents = [Content(part) for part in parts if part]
+    if ending := _ENDINGS.get(output.finish_reason):
+        contents.append(Content.styled(ending, "$error" if output.finish_reason == "error" else "$warning"))
+    return _SEPARATOR.join(contents)
+
+
+def live_footer(chat: Chat, num_tokens: int) -> Content:
+    """What an answer under way is doing."""
+    if chat.phase is Phase.PREFILL and chat.prefill_tokens is not None:
+        done, total = chat.prefill_tokens
+        return Content(f"reading the prompt: {fmt.count(done)} / {fmt.count(total)} tokens")
+    if chat.phase is Phase.PREEMPTED:
+        return Content.styled("preempted: waits for KV blocks, then goes on", "$warning")
+    if chat.phase is Phase.DECODE:
+        parts = [f"{fmt.rate(chat.live_rate)} tok/s"] if chat.live_rate else []
+        return _SEPARATOR.join(Content(part) for part in [*parts, fmt.plural(num_tokens, "token")])
+    words = {Phase.LOADING: "will be sent when the model is ready", Phase.QUEUED: "queued"}
+    return Content(words.get(chat.phase, "…"))
+
+
+class UserMessage(Static):
+    """What the user wrote, with a bar in the tab's colour."""
+
+    def __init__(self, message: Message) -> None:
+        super().__init__(Content.styled("You\n", "$muted") + shown_text(message.text), markup=False)
+
+
+class ReasoningView(Static):
+    """The answer's reasoning, folded to one dim line until it is clicked."""
+
+    def __init__(self) -> None:
+        super().__init__("", classes="reasoning", markup=False)
+        self.display = False
+        self._text = ""
+        self._summary = ""
+        self._is_unfolded = False
+
+    def show(self, text: str, num_tokens: int, is_open: bool) -> None:
+        """Bring up to date; hidden as long as there is no reasoning."""
+        self.display = bool(text) or is_open
+        amount = f" · {fmt.plural(num_tokens, 'token')}" if num_tokens else ""
+        self._text, self._summary = text, ("Thinking…" if is_open else "Thought") + amount
+        self._draw()
+
+    def toggle(self) -> None:
+        """Unfold or fold."""
+        self._is_unfolded = not self._is_unfolded
+        self._draw()
+
+    def _draw(self) -> None:
+        head = f"{'▾' if self._is_unfolded else '▸'} {self._summary}"
+        self.update(Content(f"{head}\n{self._text}" if self._is_unfolded else head))
+
+    def on_click(self) -> None:
+        self.toggle()
+
+
+class BranchLabel(Static):
+    """``Assistant``, with ``‹2/3›`` when there are other answers; the arrows can be clicked."""
+
+    @dataclass
+    class Stepped(TextualMessage):
+        """Another branch of this message is wanted."""
+
+        message: Message
+        step: int
+
+    def __init__(self, message: Message) -> None:
+        super().__init__("", classes="speaker", markup=False)
+        self._message = message
+
+    def on_mount(self) -> None:
+        self.show()
+
+    def show(self) -> None:
+        """Bring the branch count up to date."""
+        which, total = self._message.branch
+        label = Content("Assistant")
+        if total > 1:
+            arrows = Content.from_markup(
+                f"  [@click='step(-1)']‹[/] {which}/{total} [@click='step(1)']›[/]"
+            ).stylize("$accent")
+            label += arrows
+        self.update(label)
+
+    def action_step(self, step: int) -> None:
+        self.post_message(self.Stepped(self._message, step))
+
+
+class AnswerMessage(Vertical):
+    """An answer, while it comes and after."""
+
+    def __init__(self, chat: Chat, message: Message) -> None:
+        super().__init__(classes="answer")
+        self.message = message
+        self._chat = chat
+        self._label = BranchLabel(message)
+        self._reasoning = ReasoningView()
+        self._text = MarkdownView(message.answer.answer)
+        self._footer = Static("", classes="answer-footer", markup=False)
+
+    def compose(self) -> ComposeResult:
+        yield self._label
+        yield self._reasoning
+        yield self._text
+        yield self._footer
+
+    def on_mount(self) -> None:
+        self.show_text()
+        self.show_footer()
+
+    def show_text(self) -> None:
+        """Bring the text up to date with the message; cheap when it has only grown."""
+        answer = self.message.answer
+        shown, wanted = self._text.source, answer.answer
+        if wanted.startswith(shown):
+            if len(wanted) > len(shown):
+                self._text.append(wanted[len(shown) :])
+        else:
+            self._text.replace(wanted)
+        if answer.is_reasoning or self._reasoning.display or answer.reasoning:
+            self._reasoning.show(answer.reasoning, answer.reasoning_tokens, answer.is_reasoning)
+        self._text.display = bool(wanted)
+        self._text.is_live = self.message is self._chat.live
+
+    def show_footer(self) -> None:
+        """Bring the line below the text up to date."""
+        output = self.message.output
+        if output is not None:
+            footer = answer_footer(output)
+        elif self.message is self._chat.live:
+            footer = live_footer(self._chat, self.message.answer.num_tokens)
+        else:
+            footer = Content("")
+        self._footer.update(footer)
+
+    def finish(self) -> None:
+        """The message has its output."""
+        self.show_text()
+        self._text.finish()
+        self.show_footer()
+
+    def show_branch(self) -> None:
+        """The number of branches may have changed."""
+        self._label.show()
+
+    def toggle_reasoning(self) -> None:
+        """Unfold or fold what came before the answer."""
+        self._reasoning.toggle()
+
+
+class NoteView(Static):
+    """A sentence from the app in the chat it concerns, with what can be done about it as a link."""
+
+    def __init__(self, note: Note) -> None:
+        content = Content(note.text)
+        if note.action_id:
+            link = Content.from_markup(
+                f"  [@click=screen.do('{note.action_id}')]$label[/]", label=note.action_label
+            )
+            content += link
+        super().__init__(content, classes=note.kind, markup=False)

@@ -1,0 +1,108 @@
+"""Where the user writes: Enter sends, Shift+Enter or Ctrl+J breaks the line, large pastes are folded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from textual import events
+from textual.message import Message
+from textual.widgets import TextArea
+
+from nanochat.ui import formatting as fmt
+from nanochat.ui.actions import slash_hints
+from nanochat.ui.sanitize import sanitize
+
+FOLD_CHARACTERS = 2_000
+FOLD_LINES = 20
+"""A paste longer than either is shown as one short mark and sent whole."""
+NEW_LINE_KEYS = ("shift+enter", "ctrl+j")
+MAX_HINTS = 6
+HINT = "Enter sends · ^J new line"
+
+
+class Prompt(TextArea):
+    """The text to send. Its state is only what has not been sent yet."""
+
+    @dataclass
+    class Submitted(Message):
+        """The user has sent this text, folded pastes unfolded."""
+
+        text: str
+
+    def __init__(self, text: str = "", placeholder: str = "") -> None:
+        super().__init__(
+            text, soft_wrap=True, tab_behavior="focus", placeholder=placeholder, highlight_cursor_line=False
+        )
+        self._folded: dict[str, str] = {}
+        self.border_subtitle = HINT
+
+    def action_submit(self) -> None:
+        """Send what is there, unless it is nothing but blanks."""
+        text = self._unfolded().strip()
+        if text:
+            self.post_message(self.Submitted(text))
+
+    def on_key(self, event: events.Key) -> None:
+        """Handled here and not by bindings with priority, which would overtake letters typed just before."""
+        if event.key == "enter":
+            self.action_submit()
+        elif event.key in NEW_LINE_KEYS:
+            self.insert("\n")
+        else:
+            return
+        event.prevent_default()
+        event.stop()
+
+    def take(self, text: str = "") -> None:
+        """Replace the text, for example by nothing once it has been sent."""
+        self._folded.clear()
+        self.text = text
+        self.move_cursor(self.document.end)
+
+    def action_delete_left(self) -> None:
+        """A folded paste goes as one."""
+        row, column = self.cursor_location
+        before = self.document[row][:column]
+        mark = next((mark for mark in self._folded if before.endswith(mark)), None)
+        if mark is None or not self.selection.is_empty:
+            super().action_delete_left()
+            return
+        self.delete((row, column - len(mark)), (row, column))
+        if mark not in self.text:
+            del self._folded[mark]
+
+    def on_paste(self, event: events.Paste) -> None:
+        event.prevent_default()
+        event.stop()
+        text = sanitize(event.text)
+        if len(text) > FOLD_CHARACTERS or text.count("\n") >= FOLD_LINES:
+            text = self._fold(text)
+        self.insert(text)
+
+    def _fold(self, text: str) -> str:
+        number = len(self._folded) + 1
+        mark = f"⟦pasted text {number}: {fmt.count(text.count(chr(10)) + 1)} lines, {fmt.count(len(text))} characters⟧"
+        self._folded[mark] = text
+        return mark
+
+    def _unfolded(self) -> str:
+        text = self.text
+        for mark, pasted in self._folded.items():
+            text = text.replace(mark, pasted)
+        return text
+
+    def on_text_area_changed(self) -> None:
+        """While a slash command is being written, say which ones there are."""
+        text = self.text
+        hint = HINT
+        if text.startswith("/") and not text.startswith("//") and "\n" not in text:
+            found = slash_hints(text[1:].split(" ")[0])
+            if len(found) == 1:
+                hint = f"/{found[0].slash} {found[0].argument} · {found[0].help}".replace("  ", " ")
+            elif found:
+                names = " ".join(f"/{action.slash}" for action in found[:MAX_HINTS])
+                hint = names + (" …" if len(found) > MAX_HINTS else "")
+            else:
+                hint = "no such command; /help lists them"
+        if self.border_subtitle != hint:
+            self.border_subtitle = hint

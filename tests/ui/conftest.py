@@ -1,0 +1,15 @@
+"""Fixtures of the app's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_model import write_tiny_llama
+
+
+@pytest.fixture(scope="session")
+def long_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with so long a context that an endless answer outlasts any test."""
+    return write_tiny_llama(tmp_path_factory.mktemp("long") / "long-llama", max_position_embeddings=65_536)

@@ -1,0 +1,136 @@
+"""Polling: one message a chat, in order, no sooner than a slow screen can take it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from textual.message import Message
+
+from nanochat.engine.handle import RequestHandle
+from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput
+from nanochat.errors import InvalidOption
+from nanochat.ui.bridge import MAX_DELTA_INTERVAL_S, AnswerEnded, AnswerGrew, Bridge
+from nanochat.ui.sampling_commands import describe, parse_setting
+
+OUTPUT = RequestOutput("ab", [1, 2], "stop", None, None, RequestMetrics())
+
+
+class IdleEngine:
+    """Stands in for the engine where only polling is tested and time is given by hand."""
+
+    tokenizer: Any = None
+    default_sampling: dict[str, float] = {"temperature": 0.2}  # noqa: RUF012
+
+
+@pytest.fixture
+def posted(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
+    monkeypatch.setattr("nanochat.ui.context.Conversation.__init__", lambda *_, **__: None)
+    monkeypatch.setattr("nanochat.ui.context.Conversation.reasoning_tags", None)
+    return []
+
+
+@pytest.fixture
+def bridge(posted: list[Message]) -> Bridge:
+    return Bridge(IdleEngine(), {"top_p": 0.9}, posted.append)  # type: ignore[arg-type]
+
+
+def handle(cancelled: list[int] | None = None) -> RequestHandle:
+    return RequestHandle(5, (cancelled if cancelled is not None else []).append)
+
+
+def test_events_of_one_poll_become_one_message(bridge: Bridge, posted: list[Message]) -> None:
+    live = handle()
+    bridge.track(1, live)
+    live.push(Event("a\x1b", (1,)))
+    live.push(Event("b", (2, 3)))
+    bridge.poll()
+    bridge.poll()
+    (grew,) = posted
+    assert isinstance(grew, AnswerGrew)
+    assert (grew.chat_id, grew.text, grew.num_tokens) == (1, "a␛b", 3)
+    assert bridge.request_ids() == {5: 1}
+
+
+def test_the_end_comes_after_the_last_text_and_ends_the_polling(
+    bridge: Bridge, posted: list[Message]
+) -> None:
+    live = handle()
+    bridge.track(1, live)
+    live.push(Event("ab", (1, 2), "stop"), OUTPUT)
+    bridge.poll()
+    assert [type(message) for message in posted] == [AnswerGrew, AnswerEnded]
+    assert not bridge.is_active
+
+
+def test_slow_drawing_delays_the_next_text_but_not_the_end(bridge: Bridge, posted: list[Message]) -> None:
+    live = handle()
+    bridge.track(1, live)
+    bridge.report_cost(1, 0.05, now_s=100.0)
+    live.push(Event("a", (1,)))
+    bridge.poll(now_s=100.09)
+    assert posted == []
+    bridge.poll(now_s=100.11)
+    assert len(posted) == 1
+    bridge.report_cost(1, 60.0, now_s=101.0)
+    live.push(Event("b", (2,)))
+    bridge.poll(now_s=101.0 + MAX_DELTA_INTERVAL_S)
+    assert len(posted) == 2
+    bridge.report_cost(1, 60.0, now_s=102.0)
+    live.push(Event("", (), "stop"), OUTPUT)
+    bridge.poll(now_s=102.0)
+    assert isinstance(posted[-1], AnswerEnded)
+
+
+def test_a_stop_while_submitting_cancels_as_soon_as_there_is_a_request(bridge: Bridge) -> None:
+    cancelled: list[int] = []
+    bridge.stop(1)
+    bridge.track(1, handle(cancelled))
+    assert cancelled == [5]
+    bridge.track(2, handle(cancelled))
+    assert cancelled == [5]
+
+
+def test_a_closed_chat_is_cancelled_and_no_longer_polled(bridge: Bridge, posted: list[Message]) -> None:
+    cancelled: list[int] = []
+    live = handle(cancelled)
+    bridge.track(1, live)
+    bridge.forget(1)
+    live.push(Event("a", (1,)))
+    bridge.poll()
+    assert (cancelled, posted) == ([5], [])
+
+
+def test_settings_are_layered(bridge: Bridge) -> None:
+    params = bridge.sampling_params({"max_tokens": 7})
+    assert (params.temperature, params.top_p, params.max_tokens) == (0.2, 0.9, 7)
+
+
+@pytest.mark.parametrize(
+    ("written", "setting"),
+    [
+        ("temperature 0.2", ("temperature", 0.2)),
+        ("Top-P=0.5", ("top_p", 0.5)),
+        ("max_tokens 12", ("max_tokens", 12)),
+        ("seed default", ("seed", None)),
+        ("stop the end", ("stop", ("the end",))),
+        ("stop \\n", ("stop", ("\n",))),
+    ],
+)
+def test_settings_as_they_are_written(written: str, setting: tuple[str, Any]) -> None:
+    assert parse_setting(written) == setting
+
+
+@pytest.mark.parametrize(
+    "written", ["", "temperature", "temperature warm", "max_tokens 1.5", "logprobs 3", "nonsense 1"]
+)
+def test_wrong_settings_are_refused_with_a_sentence(written: str) -> None:
+    with pytest.raises(InvalidOption):
+        parse_setting(written)
+
+
+def test_settings_are_described(bridge: Bridge) -> None:
+    text = describe(bridge.sampling_params({"seed": 1, "stop": ("\n",)}), {"seed": 1})
+    assert "seed 1 (this chat)" in text
+    assert "stop '\\n'" in text
+    assert "top_p 0.9 ·" in text

@@ -1,0 +1,162 @@
+"""The tree of messages, forks, titles and the order of tabs, without widgets."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanochat.engine.outputs import RequestMetrics, RequestOutput
+from nanochat.ui.chat import NEW_TITLE, TITLE_LENGTH, Chat, title_from
+from nanochat.ui.reasoning import AnswerText
+from nanochat.ui.workspace import Workspace
+
+
+def output(text: str, prompt_tokens: int = 10) -> RequestOutput:
+    return RequestOutput(text, [1, 2], "stop", None, None, RequestMetrics(prompt_tokens, 0, 2))
+
+
+def answered(chat: Chat, *turns: tuple[str, str]) -> Chat:
+    for question, answer in turns:
+        chat.ask(question)
+        chat.end_answer(output(answer))
+    return chat
+
+
+def texts(chat: Chat) -> list[str]:
+    return [message.text if message.role == "user" else message.answer.text for message in chat.path]
+
+
+def test_answering_again_makes_a_branch_and_loses_nothing() -> None:
+    chat = answered(Chat(), ("q1", "a1"), ("q2", "a2"))
+    question = chat.path[0]
+    chat.begin_answer(question)
+    chat.end_answer(output("b1"))
+    assert texts(chat) == ["q1", "b1"]
+    assert chat.path[1].branch == (2, 2)
+    assert chat.choose_branch(chat.path[1], -1)
+    assert texts(chat) == ["q1", "a1", "q2", "a2"]
+    assert not chat.choose_branch(chat.path[1], -1)
+    assert not chat.choose_branch(chat.path[0], 1)
+
+
+def test_a_withdrawn_question_leaves_no_trace() -> None:
+    chat = answered(Chat(), ("q1", "a1"))
+    chat.ask("too long")
+    assert chat.withdraw() == "too long"
+    assert texts(chat) == ["q1", "a1"]
+    assert not chat.is_busy
+
+
+def test_withdrawing_a_second_answer_keeps_the_question_and_the_first() -> None:
+    chat = answered(Chat(), ("q1", "a1"))
+    chat.begin_answer(chat.path[0])
+    assert chat.withdraw() == ""
+    assert texts(chat) == ["q1", "a1"]
+
+
+def test_a_fork_has_the_path_and_lives_on_its_own() -> None:
+    chat = answered(Chat(system="s", sampling={"seed": 1}), ("q1", "a1"))
+    fork = chat.fork()
+    answered(chat, ("q2", "a2"))
+    answered(fork, ("q3", "a3"))
+    assert texts(chat) == ["q1", "a1", "q2", "a2"]
+    assert texts(fork) == ["q1", "a1", "q3", "a3"]
+    assert (fork.system, fork.sampling, fork.started) == ("s", {"seed": 1}, chat.started)
+    assert fork.id != chat.id
+
+
+def test_dropped_turns_leave_the_context_but_the_last_one_stays() -> None:
+    chat = answered(Chat(), ("q1", "a1"), ("q2", "a2"), ("q3", "a3"))
+    chat.dropped_turns = 2
+    assert [message.text for message in chat.context if message.role == "user"] == ["q3"]
+    assert chat.droppable_turns == 0
+    chat.dropped_turns = 9
+    assert chat.context == chat.path[4:]
+
+
+def test_context_tokens_follow_the_chosen_branch() -> None:
+    chat = answered(Chat(), ("q1", "a1"))
+    assert chat.context_tokens == 12
+    chat.ask("q2")
+    assert chat.context_tokens == 12
+    chat.end_answer(output("a2", prompt_tokens=100))
+    assert chat.context_tokens == 102
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("Hello", "Hello"),
+        ("Compose a travel post about Hawaii", "Compose a travel post…"),
+        ("  two\nlines ", "two lines"),
+        ("x" * 50, "x" * TITLE_LENGTH + "…"),
+        ("\x1b[31m", "␛[31m"),
+    ],
+)
+def test_titles_come_from_the_first_message(text: str, title: str) -> None:
+    assert title_from(text) == title
+    chat = Chat()
+    assert chat.title == NEW_TITLE
+    answered(chat, (text, "a"), ("second", "b"))
+    assert chat.title == title
+
+
+def test_clearing_starts_over() -> None:
+    chat = answered(Chat(), ("q1", "a1"))
+    chat.clear()
+    assert (chat.path, chat.title, chat.context_tokens) == ([], NEW_TITLE, 0)
+
+
+def test_reasoning_is_told_from_the_answer_as_it_streams() -> None:
+    text = AnswerText()
+    text.tags = ("<think>", "</think>")
+    seen = []
+    for piece in ("<think>", "let me", " see</thi", "nk>\n\nFour", "."):
+        text.append(piece, 1)
+        seen.append((text.is_reasoning, text.reasoning, text.answer))
+    assert seen == [
+        (True, "", ""),
+        (True, "let me", ""),
+        (True, "let me see</thi", ""),
+        (False, "let me see", "Four"),
+        (False, "let me see", "Four."),
+    ]
+    assert (text.reasoning_tokens, text.num_tokens) == (4, 5)
+
+
+def test_reasoning_opened_by_the_template_is_found_at_its_end() -> None:
+    text = AnswerText()
+    text.tags = ("<think>", "</think>")
+    text.append("hmm</think>Yes", 3)
+    assert (text.reasoning, text.answer) == ("hmm", "Yes")
+
+
+def test_a_model_without_reasoning_shows_its_tags() -> None:
+    text = AnswerText()
+    text.append("<think>x</think>y", 3)
+    assert (text.reasoning, text.answer) == ("", "<think>x</think>y")
+
+
+def test_tabs_keep_their_order_and_colours() -> None:
+    first = Chat()
+    workspace = Workspace(first)
+    others = [Chat() for _ in range(3)]
+    for chat in others:
+        workspace.open(chat)
+    assert [workspace.slots[chat.id] for chat in workspace.chats] == [0, 1, 2, 3]
+    workspace.show(others[0])
+    assert workspace.neighbour(-1) is first
+    assert workspace.neighbour(-2) is others[2]
+    workspace.close(others[0])
+    assert workspace.active is others[1]
+    newest = Chat()
+    workspace.open(newest)
+    assert workspace.slots[newest.id] == 1
+    workspace.close(newest)
+    assert workspace.active is others[2]
+    assert workspace.find(newest.id) is None
+
+
+def test_a_fork_is_named_after_its_tab() -> None:
+    workspace = Workspace(answered(Chat(), ("q", "a")))
+    assert workspace.fork(workspace.active).title == "Fork of 1"
+    assert workspace.number(workspace.active) == 2

@@ -1,0 +1,194 @@
+"""What stands on the screen: hostile text, small screens, resizing, reasoning, errors, and a failed start."""
+
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from nanochat.engine.handle import RequestHandle
+from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput
+from nanochat.engine.request import FinishReason
+from nanochat.ui.bridge import AnswerStarted
+from nanochat.ui.markdown_view import MarkdownView
+from nanochat.ui.message import AnswerMessage
+from tests.ui.driver import ENDLESS, LONG, Driver, started
+
+HOSTILE = (
+    "\x1b[31mred\x1b]52;c;aGk=\x07 \x1b]8;;http://evil\x1b\\link\x1b]8;;\x1b\\ [bold red]markup[/] \u202eoverride "
+    "&#27;[2J \u2028 \x0b \x0c \x9b31m " + "\u0301" * 3000 + " " + "w" * 10_000 + "\u200b" * 1000
+)
+
+
+def output(text: str, reason: FinishReason = "stop", error: str | None = None) -> RequestOutput:
+    return RequestOutput(text, [1] * 8, reason, error, None, RequestMetrics(20, 16, 8, 0.0, 0.05, 99.0, 2))
+
+
+class Scripted:
+    """An answer whose text is given here instead of by the model, so that any text can be shown."""
+
+    def __init__(self, driver: Driver, tags: tuple[str, str] | None = None) -> None:
+        self._driver = driver
+        self._handle = RequestHandle(1_000_000, lambda _: None)
+        self._tags = tags
+
+    async def start(self) -> None:
+        main = self._driver.app.main_screen
+        chat = self._driver.chat
+        assert main.bridge is not None
+        self._driver.pane.show_turn(chat.ask("Question"))
+        for timer in main._live_timers:
+            timer.resume()
+        main.post_message(AnswerStarted(chat.id, self._handle, self._tags))
+        await self._driver.settle()
+
+    async def push(self, text: str) -> None:
+        self._handle.push(Event(text, (1, 2)))
+        await self._driver.pilot.pause(0.06)
+
+    async def end(self, final: RequestOutput) -> None:
+        self._handle.push(Event("", (), final.finish_reason), final)
+        await self._driver.until_idle()
+
+
+def shown(driver: Driver) -> str:
+    (view,) = driver.pane.query(MarkdownView)
+    return view.text
+
+
+async def test_hostile_text_reaches_the_screen_as_harmless_characters(tiny_llama: Path) -> None:
+    async with started(tiny_llama) as driver:
+        answer = Scripted(driver)
+        await answer.start()
+        for start in range(0, len(HOSTILE), 1500):
+            await answer.push(HOSTILE[start : start + 1500])
+        await answer.end(output(HOSTILE))
+        text = driver.screen_text()
+        assert {char for char in text if unicodedata.category(char) in ("Cc", "Cf")} <= {"\n"}
+        assert "␛[31mred" in shown(driver)
+        assert "[bold red]markup[/]" in shown(driver)
+        assert shown(driver).count("w") >= 10_000
+
+
+@pytest.mark.parametrize("step", [3, 50])
+async def test_a_streamed_answer_looks_like_a_fresh_one(tiny_llama: Path, step: int) -> None:
+    text = "# Head\n\n1. one\n2. two\n   - deep\n\n```py\nx = 1\n```\n\n| a | b |\n|---|---|\n| 1 | 中文 |\n\nend ❤️"
+    async with started(tiny_llama) as driver:
+        answer = Scripted(driver)
+        await answer.start()
+        for start in range(0, len(text), step):
+            await answer.push(text[start : start + step])
+        await answer.end(output(text))
+        (view,) = driver.pane.query(MarkdownView)
+        streamed = view.text
+        view.replace(text)
+        await driver.settle()
+        assert view.text == streamed
+        assert view.size.height == len(streamed.split("\n"))
+
+
+async def test_reasoning_is_folded_and_unfolds(tiny_llama: Path) -> None:
+    async with started(tiny_llama) as driver:
+        answer = Scripted(driver, ("<think>", "</think>"))
+        await answer.start()
+        await answer.push("<think>first I")
+        await driver.until_seen("Thinking…")
+        await answer.push(" wonder</think>\n\nThe answer.")
+        await answer.end(output("<think>first I wonder</think>\n\nThe answer."))
+        await driver.until_seen("▸ Thought · 4 tokens")
+        assert shown(driver) == "The answer."
+        assert "wonder" not in driver.screen_text()
+        await driver.press("ctrl+t")
+        await driver.until_seen("first I wonder")
+
+
+async def test_a_failed_answer_says_so_in_its_chat(tiny_llama: Path) -> None:
+    async with started(tiny_llama) as driver:
+        answer = Scripted(driver)
+        await answer.start()
+        await answer.push("Half an")
+        await answer.end(output("Half an", "error", "The step ran out of memory; close a chat."))
+        await driver.until_seen("The step ran out of memory; close a chat.")
+        await driver.until_seen("✗ 1")
+        assert "Half an" in driver.screen_text()
+
+
+async def test_the_footer_tells_what_an_answer_cost(tiny_llama: Path) -> None:
+    async with started(tiny_llama) as driver:
+        answer = Scripted(driver)
+        await answer.start()
+        await answer.end(output("Yes."))
+        await driver.until_seen("TTFT 50 ms · 99 tok/s · 8 tokens · prompt 20 (16 cached) · preempted ×2")
+
+
+async def test_scrolling_up_is_not_yanked_back(tiny_llama: Path) -> None:
+    async with started(tiny_llama) as driver:
+        answer = Scripted(driver)
+        await answer.start()
+        await answer.push("line\n\n" * 60)
+        transcript = driver.pane.query_one("Transcript")
+        await driver.until(lambda: transcript.scroll_y > 20)
+        await driver.press("pageup")
+        await driver.settle()
+        held = transcript.scroll_y
+        await answer.push("more\n\n" * 20)
+        await driver.settle()
+        assert transcript.scroll_y == held
+        while transcript.scroll_y < transcript.max_scroll_y:
+            await driver.press("pagedown")
+        await answer.push("and more\n\n" * 20)
+        await driver.until(lambda: transcript.scroll_y == transcript.max_scroll_y)
+
+
+@pytest.mark.parametrize("size", [(40, 10), (80, 24), (200, 60)])
+async def test_every_size_shows_the_chat_and_the_prompt(tiny_llama: Path, size: tuple[int, int]) -> None:
+    async with started(tiny_llama, size=size) as driver:
+        answer = Scripted(driver)
+        await answer.start()
+        await answer.push("Visible text")
+        await driver.until_seen("Visible text")
+        await driver.until_seen("Ask something")
+        await answer.end(output("Visible text"))
+
+
+@pytest.mark.slow
+async def test_resizing_while_answers_stream(long_llama: Path) -> None:
+    async with started(long_llama, sampling=ENDLESS, **LONG) as driver:
+        await driver.say("Go")
+        await driver.until(lambda: driver.chat.live and driver.chat.live.answer.text)
+        for width, height in ((80, 24), (20, 5), (1, 1), (200, 60), (40, 10), (120, 36)):
+            await driver.pilot.resize_terminal(width, height)
+            await driver.settle()
+        assert len(driver.pane.query(AnswerMessage)) == 1
+        await driver.press("escape")
+        await driver.until_idle()
+
+
+async def test_a_model_that_cannot_be_loaded_says_what_to_do_and_gives_prompts_back(tmp_path: Path) -> None:
+    async with started(tmp_path / "nowhere", hold=True) as driver:
+        await driver.say("Too early")
+        driver.load()
+        await driver.until(lambda: driver.app.load_error)
+        await driver.until_seen("The model could not be loaded")
+        assert driver.prompt.text == "Too early"
+        await driver.press("enter")
+        await driver.until(driver.notices)
+        assert "nowhere" in driver.notices()[0]
+        await driver.press("ctrl+q")
+        await driver.until(lambda: not driver.app.is_running)
+        assert driver.app.return_code == 1
+
+
+async def test_tabs_show_what_their_chats_are_doing(long_llama: Path) -> None:
+    async with started(long_llama, sampling=ENDLESS, **LONG) as driver:
+        await driver.until_seen("✎ 1 New chat")
+        await driver.say("Go")
+        await driver.until_seen("● 1 Go")
+        await driver.press("ctrl+n")
+        first = driver.app.main_screen.workspace.chats[0]
+        assert driver.app.main_screen.bridge is not None
+        driver.app.main_screen.bridge.stop(first.id)
+        await driver.until_seen("◆ 1 Go")
+        await driver.press("f3")
+        await driver.until_seen("○ 1 Go")
