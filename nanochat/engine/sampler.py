@@ -18,8 +18,6 @@ import torch.nn.functional as F
 
 from nanochat.engine.request import Request
 
-CANDIDATES = (256, 4096)
-"""On the CPU top-k, top-p and min-p first look at this many of the likeliest tokens, before they sort all."""
 BLOCK = 128
 """Tokens whose weights are summed before the search for the drawn one."""
 
@@ -72,10 +70,6 @@ class SamplingBatch:
     any_min_p: bool
     num_logprobs: int | None
     """Most top log-probabilities that a row asks for; None: no row asks for any."""
-
-    @property
-    def any_filter(self) -> bool:
-        return self.any_top_k or self.any_top_p or self.any_min_p
 
     @classmethod
     def from_requests(cls, requests: Sequence[Request], device: torch.device) -> SamplingBatch:
@@ -166,22 +160,56 @@ def _penalize(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 def _draw_tokens(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """``[S]`` token ids, drawn from ``scores [S, V]``; greedy rows take their best."""
-    best, best_ids = scores.max(dim=-1, keepdim=True)
     temperature = batch.temperature.unsqueeze(-1)
     if batch.any_greedy:
         temperature = torch.where(temperature > 0, temperature, 1.0)
+    best = scores.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
     # Unnormalised probabilities, 1 for the best token; 0 for every token of a row of -inf.
-    weights = (scores - best.clamp(min=torch.finfo(best.dtype).min)).div_(temperature).exp_()
-    uniform = uniforms(batch.seeds, batch.positions)
-    if not batch.any_filter:
-        token_ids = _draw(weights, uniform)
-    elif scores.device.type == "cpu":
-        token_ids = _draw_filtered_cpu(scores, weights, uniform, batch)
-    else:
-        token_ids, _ = _draw_filtered(scores, weights, uniform, batch, scores.shape[1])
+    weights = (scores - best).div_(temperature).exp_()
+    keep = None
+    if batch.any_top_k or batch.any_top_p:
+        keep = _in_top_k_and_p(scores, best, temperature, batch)
+    if batch.any_min_p:
+        likely = weights >= batch.min_p.unsqueeze(-1)
+        keep = likely if keep is None else keep & likely
+    if keep is not None:
+        weights = torch.where(keep, weights, 0.0)
+    token_ids = _draw(weights, uniforms(batch.seeds, batch.positions))
     if batch.any_greedy:
-        token_ids = torch.where(batch.temperature > 0, token_ids, best_ids.squeeze(-1))
+        token_ids = torch.where(batch.temperature > 0, token_ids, scores.max(dim=-1).indices)
     return token_ids
+
+
+def _in_top_k_and_p(
+    scores: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor, batch: SamplingBatch
+) -> torch.Tensor:
+    """``[S, V]`` bool: which tokens top-k, and top-p within it, keep.
+
+    Only the scores are sorted, not the tokens with them: that is far faster, and a token's score tells
+    whether it is kept, except among equals of the last score kept, where the lowest ids are.
+    """
+    vocab_size = scores.shape[1]
+    if scores.device.type == "cpu":
+        # NumPy sorts floats with SIMD instructions: 25 times faster than torch for one row of 49,152.
+        ascending = torch.from_numpy(np.sort(scores.contiguous().numpy(), axis=-1))
+    else:
+        ascending = scores.sort(dim=-1).values
+    top_k, top_p = batch.top_k.long().unsqueeze(-1), batch.top_p.unsqueeze(-1)
+    count = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size)
+    if batch.any_top_p:
+        ranked = (ascending.flip(-1) - best).div_(temperature).exp_()
+        sums = ranked.cumsum(dim=-1, dtype=torch.float64)
+        # A token is kept if those before it don't reach the share; so is the first.
+        before = torch.searchsorted(sums, top_p * sums.gather(1, count - 1))
+        count = torch.where(top_p < 1, count.minimum(before + 1), count)
+    last_score = ascending.gather(1, vocab_size - count)
+    keep = scores >= last_score
+    num_above = vocab_size - torch.searchsorted(ascending, last_score, right=True)
+    num_equal = vocab_size - torch.searchsorted(ascending, last_score) - num_above
+    if scores.device.type == "cpu" and not bool((num_above + num_equal > count).any()):
+        return keep
+    equal = scores == last_score
+    return keep & (~equal | (equal.cumsum(dim=-1) <= count - num_above))
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -239,98 +267,11 @@ def _search(masses: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, t
     return index, target - (sums.gather(1, index) - masses.gather(1, index))
 
 
-def _draw_filtered_cpu(
-    scores: torch.Tensor, weights: torch.Tensor, uniform: torch.Tensor, batch: SamplingBatch
-) -> torch.Tensor:
-    """`_draw_filtered` on as few candidates as each row allows; unfiltered rows draw from all tokens."""
-    filtered = (batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0)
-    filtered &= batch.temperature > 0
-    rows = filtered.nonzero().squeeze(-1)
-    token_ids = _draw(weights, uniform) if rows.numel() < filtered.numel() else torch.empty_like(rows)
-    vocab_size = scores.shape[1]
-    for size in (*(n for n in CANDIDATES if n < vocab_size), vocab_size):
-        if rows.numel() == 0:
-            break
-        all_rows = rows.numel() == filtered.numel()
-        drawn, certain = _draw_filtered(
-            scores if all_rows else scores[rows],
-            weights if all_rows else weights[rows],
-            uniform[rows],
-            batch,
-            size,
-            rows,
-        )
-        token_ids[rows[certain]] = drawn[certain]
-        rows = rows[~certain]
-    return token_ids
-
-
-def _draw_filtered(
-    scores: torch.Tensor,
-    weights: torch.Tensor,
-    uniform: torch.Tensor,
-    batch: SamplingBatch,
-    size: int,
-    rows: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw from what top-k, top-p and min-p leave of the ``size`` best tokens.
-
-    ``scores``, ``weights`` ``[r, V]`` and ``uniform [r]`` of the batch's ``rows [r]`` (None: all). Returns
-    token ids ``[r]`` and ``certain [r]`` bool: False where more tokens might have been kept.
-    """
-    top_k, top_p, min_p = (
-        x.unsqueeze(-1) if rows is None else x[rows].unsqueeze(-1)
-        for x in (batch.top_k, batch.top_p, batch.min_p)
-    )
-    vocab_size = scores.shape[1]
-    ids, order = _candidates(scores, size)
-    by_id = weights if ids is None else weights.gather(1, ids)
-    ranked = by_id.gather(1, order)  # best first
-    keep = torch.arange(size, device=scores.device) < torch.where(top_k > 0, top_k, vocab_size)
-    if batch.any_top_p:
-        keep &= _in_nucleus(ranked, weights, top_k, top_p)
-    if batch.any_min_p:
-        keep &= ranked >= min_p * ranked[:, :1]
-    keep[:, 0] = True
-    kept = torch.where(torch.zeros_like(keep).scatter(1, order, keep), by_id, 0.0)
-    index = _draw(kept, uniform)
-    token_ids = index if ids is None else ids.gather(1, index.unsqueeze(-1)).squeeze(-1)
-    if size == vocab_size:
-        return token_ids, torch.ones_like(uniform, dtype=torch.bool)
-    # Something was dropped, and nothing as good as the last kept token was left out.
-    by_score = scores if ids is None else scores.gather(1, ids)
-    ranked_scores = by_score.gather(1, order)
-    last_kept = ranked_scores.gather(1, keep.sum(dim=-1, keepdim=True) - 1)
-    return token_ids, ((last_kept > ranked_scores[:, -1:]) & (top_k < size)).squeeze(-1)
-
-
-def _candidates(scores: torch.Tensor, size: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The ``size`` best tokens: their ids ``[S, size]`` ascending (None: all), and which is best, second...
-
-    ``order [S, size]`` indexes the ids; equal scores are in the order of their ids.
-    """
-    if size == scores.shape[1]:
-        return None, scores.sort(dim=-1, descending=True, stable=True).indices
-    ids = scores.topk(size, dim=-1, sorted=False).indices.sort(dim=-1).values
-    return ids, scores.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
-
-
-def _in_nucleus(
-    ranked: torch.Tensor, weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
-    """Which of ``ranked [r, n]`` come before the share ``top_p`` is reached: of top-k's mass, or of all."""
-    sums = ranked.cumsum(dim=-1, dtype=torch.float64)
-    all_mass = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    last = (top_k.long() - 1).clamp(min=0, max=ranked.shape[1] - 1)
-    mass = torch.where(top_k > 0, sums.gather(1, last), all_mass)
-    return (sums - ranked < top_p * mass) | (top_p >= 1)
-
-
 def _logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> SampledLogprobs:
-    normaliser = logits.logsumexp(dim=-1, keepdim=True)
-    count = min(count, logits.shape[1])
-    ids, order = _candidates(logits, count)
-    top_ids = order if ids is None else ids.gather(1, order)
+    top_ids = logits.topk(min(count, logits.shape[1]), dim=-1).indices.sort(dim=-1).values
+    order = logits.gather(1, top_ids).sort(dim=-1, descending=True, stable=True).indices
+    top_ids = top_ids.gather(1, order)
     wanted = torch.cat((token_ids.unsqueeze(-1), top_ids), dim=-1)
-    values = (logits.gather(1, wanted) - normaliser).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
+    values = logits.gather(1, wanted) - logits.logsumexp(dim=-1, keepdim=True)
+    values.nan_to_num_(nan=float("-inf"), neginf=float("-inf"))
     return SampledLogprobs(values[:, 0], values[:, 1:], top_ids)

@@ -94,10 +94,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("candidates", [(256, 4096), (8, 16), ()])
 @pytest.mark.parametrize("name", CASES)
-def test_distribution(name: str, candidates: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "CANDIDATES", candidates)
+def test_distribution(name: str) -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(5)) * 2
     seen = [1, 2, 3, 3, 17] if CASES[name].repetition_penalty != 1 else None
     check_distribution(logits, CASES[name], seen)
@@ -301,8 +299,8 @@ def test_a_batch_is_what_the_requests_say() -> None:
 
 
 @given(
-    st.integers(1, 600),
-    st.integers(0, 700),
+    st.integers(1, 300),
+    st.integers(0, 320),
     st.sampled_from([0.0, 0.3, 0.9, 0.999, 1.0]),
     st.sampled_from([0.0, 0.01, 0.5, 1.0]),
     st.sampled_from([0.1, 1.0, 10.0]),
@@ -310,18 +308,18 @@ def test_a_batch_is_what_the_requests_say() -> None:
     st.integers(0, 10**6),
 )
 @settings(max_examples=100, deadline=None)
-def test_candidates_change_nothing(
+def test_drawn_tokens_follow_from_the_distribution(
     vocab_size: int, top_k: int, top_p: float, min_p: float, temperature: float, ties: bool, seed: int
 ) -> None:
-    """Looking at a few candidates gives the token that sorting everything gives."""
-    logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(seed))
+    """A token is the one, in the order of ids, at which its row's number falls in the distribution."""
+    logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(seed))
     if ties:
         logits = logits.round()
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    batch = make_batch(params, 8, seeds=[seed + row for row in range(8)])
-    drawn = []
-    for candidates in ((), (4, 64)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sampler, "CANDIDATES", candidates)
-            drawn.append(sample(logits, batch).token_ids)
-    assert torch.equal(*drawn)
+    batch = make_batch(params, 4, seeds=[seed + row for row in range(4)])
+    drawn = sample(logits, batch).token_ids.tolist()
+    for row, number in enumerate(uniforms(batch.seeds, batch.positions).tolist()):
+        sums = expected_distribution(logits[row], params).cumsum(0)
+        before = float(sums[drawn[row] - 1]) if drawn[row] else 0.0
+        assert before - 1e-5 <= number <= float(sums[drawn[row]]) + 1e-5
+        assert float(sums[drawn[row]]) > before
