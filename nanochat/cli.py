@@ -52,4 +52,5 @@ def _run_app(args: argparse.Namespace) -> int:
     from nanochat.ui.app import run_app
 
     settings, config = engine_config(args)
-    return run_app(config, system=getattr(args, "system", settings.system))
+    system = getattr(args, "system", settings.system)
+    return run_app(config, system=system, sampling=settings.sampling)
