@@ -248,23 +248,23 @@ def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         weights = F.pad(weights, (0, -weights.shape[1] % BLOCK))
     by_block = weights.unflatten(-1, (-1, BLOCK))
     block_sums = by_block.sum(dim=-1, dtype=torch.float64)
-    block, rest = _search(block_sums, uniform.unsqueeze(-1) * block_sums.sum(dim=-1, keepdim=True))
-    within = by_block.gather(1, block.unsqueeze(-1).expand(-1, -1, BLOCK)).squeeze(1).double()
-    index, _ = _search(within, rest)
+    sums = block_sums.cumsum(dim=-1)
+    target = uniform.unsqueeze(-1) * sums[:, -1:]
+    block = _search(sums, target)
+    target = target - (sums.gather(1, block) - block_sums.gather(1, block))
+    within = by_block.gather(1, block.unsqueeze(-1).expand(-1, -1, BLOCK)).squeeze(1)
+    index = _search(within.cumsum(dim=-1, dtype=torch.float64), target)
     return (block * BLOCK + index).squeeze(-1)
 
 
-def _search(masses: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first index whose running sum of ``masses [S, n]`` exceeds ``target [S, 1]``, and what was left.
+def _search(sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The first index at which the running ``sums [S, n]`` exceed ``target``, 0 if all are 0; both ``[S, 1]``.
 
-    Both ``[S, 1]``. Rounding may put the target at the total or below 0, where it has no business.
+    Rounding may have put the target at the total or below 0, where it would find an index without weight.
     """
-    sums = masses.cumsum(dim=-1)
     total = sums[:, -1:]
     target = target.clamp(min=0).minimum(torch.nextafter(total, torch.zeros_like(total)))
-    index = torch.searchsorted(sums, target, right=True)
-    index = torch.where(total > 0, index, 0)
-    return index, target - (sums.gather(1, index) - masses.gather(1, index))
+    return torch.where(total > 0, torch.searchsorted(sums, target, right=True), 0)
 
 
 def _logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> SampledLogprobs:

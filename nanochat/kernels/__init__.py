@@ -44,9 +44,10 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add ``residual`` if there is one, then divide by the root mean square and multiply by ``weight``.
 
-    ``x``, ``residual`` ``[T, hidden]`` of one type; ``weight [hidden]``, or ``weight + 1`` with
-    ``plus_one`` (Gemma). Returns ``(normed, new_residual)``, both ``[T, hidden]`` of ``x``'s type;
-    ``new_residual`` is the sum that was normed, and is ``x`` itself when ``residual`` is None.
+    ``x [T, hidden]``; ``residual`` like it, or in float32; ``weight [hidden]``, or ``weight + 1`` with
+    ``plus_one`` (Gemma). Returns ``(normed, new_residual)``, both ``[T, hidden]``: ``normed`` of
+    ``weight``'s type; ``new_residual`` the sum that was normed, in the wider of ``x``'s and
+    ``residual``'s types, and ``x`` itself when ``residual`` is None.
     """
     checks.check_rms_norm(x, weight, residual)
     return _backend(x).rms_norm(x, weight, eps, residual, plus_one=plus_one)
@@ -123,40 +124,26 @@ def attention(
 def decode_attention(
     q: torch.Tensor,
     cache: LayerCache,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
+    batch: AttentionBatch,
     *,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """`attention` for rows of one query each, without a prepared batch.
-
-    ``q [R, H, D]``, ``block_tables [R, M]`` int32, ``context_lens [R]`` int32; returns ``[R, H, D]``.
-    """
-    rows = q.shape[0]
-    starts = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
-    longest = block_tables.shape[-1] * cache.block_size
-    batch = AttentionBatch(rows, block_tables, context_lens, starts, 1, longest)
-    return attention(q, cache, batch, scale=scale, window=window, softcap=softcap)
+    """`attention` of the batch's decode rows alone: ``q [T, H, D]`` to ``[num_decodes, H, D]``."""
+    checks.check_attention(q, cache, batch, window, softcap)
+    return _backend(q).decode_attention(q, cache, batch, scale=scale, window=window, softcap=softcap)
 
 
 def prefill_attention(
     q: torch.Tensor,
     cache: LayerCache,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    query_starts: torch.Tensor,
+    batch: AttentionBatch,
     *,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """`attention` for rows of any number of queries, without a prepared batch.
-
-    ``q [T, H, D]``, ``block_tables [R, M]``, ``context_lens [R]``, ``query_starts [R + 1]``, all int32; row
-    ``r`` owns ``q[query_starts[r]:query_starts[r + 1]]``. Returns ``[T, H, D]``.
-    """
-    longest = block_tables.shape[-1] * cache.block_size
-    batch = AttentionBatch(0, block_tables, context_lens, query_starts, q.shape[0], longest)
-    return attention(q, cache, batch, scale=scale, window=window, softcap=softcap)
+    """`attention` of the tokens after the decodes alone: ``q [T, H, D]`` to ``[T - num_decodes, H, D]``."""
+    checks.check_attention(q, cache, batch, window, softcap)
+    return _backend(q).prefill_attention(q, cache, batch, scale=scale, window=window, softcap=softcap)

@@ -22,10 +22,11 @@ def _expect(condition: bool, name: str, expectation: str, tensor: torch.Tensor) 
 
 def check_rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
     _expect(x.dim() == 2 and x.dtype in FLOATS, "x", "[T, hidden] of a float type", x)
-    _expect(weight.shape == x.shape[1:] and weight.device == x.device, "weight", "[hidden], with x", weight)
+    known = weight.dtype in FLOATS and weight.device == x.device
+    _expect(known and weight.shape == x.shape[1:], "weight", "[hidden] of a float type, on x's device", weight)
     if residual is not None:
-        same = residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device
-        _expect(same, "residual", "like x", residual)
+        known = residual.dtype in (x.dtype, torch.float32) and residual.device == x.device
+        _expect(known and residual.shape == x.shape, "residual", "like x, or in float32", residual)
 
 
 def check_rope(
@@ -47,7 +48,8 @@ def check_rope(
     _expect(fits, "cos_sin", "[max_pos, rotary_dim] float32, rotary_dim even and at most D, with q", cos_sin)
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None:
-            _expect(weight.shape == (dim,) and weight.device == q.device, name, "[D], with q", weight)
+            same = weight.shape == (dim,) and weight.dtype == q.dtype and weight.device == q.device
+            _expect(same, name, "[D], of q's type and device", weight)
 
 
 def check_gate_up(gate_up: torch.Tensor) -> None:

@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from nanochat.kernels.cache import LayerCache
-from nanochat.kernels.cpu_attention import attention
+from nanochat.kernels.cpu_attention import attention, decode_attention, prefill_attention
 from nanochat.kernels.reference import FLOAT16_MAX, INT8_MAX, JUST_BELOW_HALF
 
 __all__ = [
     "attention",
+    "decode_attention",
     "gelu_tanh_mul",
+    "prefill_attention",
     "rms_norm",
     "rope",
     "silu_mul",
@@ -34,8 +36,9 @@ def rms_norm(
     summed = x if residual is None else x + residual
     if plus_one:
         # 1 + weight may not fit a 16-bit type.
-        return F.rms_norm(summed.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype), summed
-    return F.rms_norm(summed, weight.shape, weight, eps), summed
+        return F.rms_norm(summed.float(), weight.shape, 1.0 + weight.float(), eps).to(weight.dtype), summed
+    scale = weight if weight.dtype == summed.dtype else weight.to(summed.dtype)
+    return F.rms_norm(summed, weight.shape, scale, eps).to(weight.dtype), summed
 
 
 def rope(

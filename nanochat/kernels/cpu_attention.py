@@ -26,9 +26,57 @@ def attention(
     softcap: float = 0.0,
 ) -> torch.Tensor:
     """See `nanochat.kernels.attention`."""
+    if batch.num_decodes == q.shape[0]:
+        return decode_attention(q, cache, batch, scale=scale, window=window, softcap=softcap)
+    prefills = prefill_attention(q, cache, batch, scale=scale, window=window, softcap=softcap)
+    if batch.num_decodes == 0:
+        return prefills
+    decodes = decode_attention(q, cache, batch, scale=scale, window=window, softcap=softcap)
+    return torch.cat((decodes, prefills))
+
+
+def decode_attention(
+    q: torch.Tensor,
+    cache: LayerCache,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """See `nanochat.kernels.decode_attention`."""
+    decodes, _ = _plan(q, cache, batch, window, softcap)
+    if batch.num_decodes < q.shape[0]:
+        q = q[: batch.num_decodes]
+    return _decode(q, cache, decodes, scale, softcap)
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    cache: LayerCache,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """See `nanochat.kernels.prefill_attention`."""
+    _, prefills = _plan(q, cache, batch, window, softcap)
+    first = batch.num_decodes
+    covered = sum(call.last - call.first for call in prefills) == q.shape[0] - first
+    out = torch.empty_like(q[first:]) if covered else torch.zeros_like(q[first:])
+    for call in prefills:
+        _prefill(q, out[call.first - first : call.last - first], cache, call, scale, softcap)
+    return out
+
+
+def _plan(
+    q: torch.Tensor, cache: LayerCache, batch: AttentionBatch, window: int, softcap: float
+) -> tuple[DecodePlan, list[PrefillCall]]:
+    """Made for the first layer with this window, and kept for the others."""
     in_tiles = cache.k_scale is not None or softcap > 0
     key = ("plan", window, in_tiles, softcap > 0)
-    plan = batch.scratch.get(key)
+    plan: tuple[DecodePlan, list[PrefillCall]] | None = batch.scratch.get(key)
     if plan is None:
         planner = Planner(
             batch,
@@ -39,19 +87,8 @@ def attention(
             in_tiles=in_tiles,
             fused=not softcap,
         )
-        plan = planner.decode(), planner.prefill()
-        batch.scratch[key] = plan
-    decodes, prefills = plan
-    num_decodes = batch.num_decodes
-    if num_decodes == q.shape[0]:
-        return _decode(q, cache, decodes, scale, softcap)
-    covered = sum(call.last - call.first for call in prefills) == q.shape[0] - num_decodes
-    out = torch.empty_like(q) if covered else torch.zeros_like(q)
-    if num_decodes:
-        out[:num_decodes] = _decode(q[:num_decodes], cache, decodes, scale, softcap)
-    for call in prefills:
-        _prefill(q, out, cache, call, scale, softcap)
-    return out
+        plan = batch.scratch[key] = planner.decode(), planner.prefill()
+    return plan
 
 
 def _decode_dtype(q: torch.Tensor, cache: LayerCache) -> torch.dtype:
@@ -110,9 +147,10 @@ def _decode_rows(
 def _prefill(
     q: torch.Tensor, out: torch.Tensor, cache: LayerCache, call: PrefillCall, scale: float, softcap: float
 ) -> None:
-    """The call's tokens of ``q [T, H, D]`` to the same of ``out``."""
+    """The call's tokens of ``q [T, H, D]``, to ``out [n, H, D]``."""
     shape = (call.last - call.first, cache.k.shape[2], -1, q.shape[2])
-    grouped, result = (x[call.first : call.last].view(shape).permute(1, 2, 0, 3) for x in (q, out))
+    grouped = q[call.first : call.last].view(shape).permute(1, 2, 0, 3)
+    result = out.view(shape).permute(1, 2, 0, 3)
     if softcap or len(call.tiles) > 1:
         result.copy_(_attend_in_tiles(grouped, cache, call.tiles, call.mask, scale, softcap))
         return

@@ -30,7 +30,7 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `nanochat.kernels.rms_norm`."""
     summed = x if residual is None else x + residual
-    return normalize(summed, weight, eps, plus_one).to(x.dtype), summed
+    return normalize(summed, weight, eps, plus_one).to(weight.dtype), summed
 
 
 def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool) -> torch.Tensor:
@@ -159,3 +159,29 @@ def attention(
         k, v = read_kv(cache, batch.block_tables[row], context_len)
         out[tokens] = attend(q[tokens], k, v, scale=scale, window=window, softcap=softcap).to(q.dtype)
     return out
+
+
+def decode_attention(
+    q: torch.Tensor,
+    cache: LayerCache,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """See `nanochat.kernels.decode_attention`."""
+    return attention(q, cache, batch, scale=scale, window=window, softcap=softcap)[: batch.num_decodes]
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    cache: LayerCache,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """See `nanochat.kernels.prefill_attention`."""
+    return attention(q, cache, batch, scale=scale, window=window, softcap=softcap)[batch.num_decodes :]

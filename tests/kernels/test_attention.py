@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -129,20 +131,14 @@ def test_tokens_of_no_row_give_zeros() -> None:
     torch.testing.assert_close(out, reference.attention(case.q, case.cache, case.batch, scale=0.25))
 
 
-def test_decodes_and_prefills_alone_are_the_parts_of_the_whole() -> None:
+@pytest.mark.parametrize("backend", [kernels, reference])
+def test_decodes_and_prefills_alone_are_the_parts_of_the_whole(backend: ModuleType) -> None:
     case = make_case([(1, 6), (1, 30), (3, 7), (5, 5)])
-    batch = case.batch
-    whole = kernels.attention(case.q, case.cache, batch, scale=0.25, window=5, softcap=2.0)
     options = {"scale": 0.25, "window": 5, "softcap": 2.0}
-    decodes = kernels.decode_attention(
-        case.q[:2], case.cache, batch.block_tables[:2], batch.context_lens[:2], **options
-    )
-    prefills = kernels.prefill_attention(
-        case.q, case.cache, batch.block_tables[2:], batch.context_lens[2:], batch.query_starts[2:], **options
-    )
-    torch.testing.assert_close(decodes, whole[:2])
-    torch.testing.assert_close(prefills[2:], whole[2:])
-    assert not prefills[:2].any()
+    whole = backend.attention(case.q, case.cache, case.batch, **options)
+    decodes = backend.decode_attention(case.q, case.cache, case.batch, **options)
+    prefills = backend.prefill_attention(case.q, case.cache, case.batch, **options)
+    torch.testing.assert_close(torch.cat((decodes, prefills)), whole)
 
 
 def test_queries_may_be_a_view_of_a_wider_tensor() -> None:

@@ -51,6 +51,22 @@ class TestRmsNorm:
         assert actual[0].dtype == dtype
         torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
+    @pytest.mark.parametrize("backend", [reference, cpu])
+    @pytest.mark.parametrize("plus_one", [False, True])
+    def test_a_float32_residual_stays_so_and_what_is_normed_has_the_weights_type(
+        self, backend: object, plus_one: bool
+    ) -> None:
+        x, residual = randn(5, 64, dtype=torch.bfloat16), randn(5, 64, seed=1)
+        weight = randn(64, dtype=torch.bfloat16, seed=2)
+        normed, summed = backend.rms_norm(x, weight, 1e-6, residual, plus_one=plus_one)  # type: ignore[attr-defined]
+        assert torch.equal(summed, x.float() + residual)
+        exact, _ = reference.rms_norm(summed, weight.float(), 1e-6, plus_one=plus_one)
+        assert normed.dtype == torch.bfloat16
+        torch.testing.assert_close(normed.float(), exact, atol=1e-2, rtol=1e-2)
+        first, same = backend.rms_norm(residual, weight, 1e-6, plus_one=plus_one)  # type: ignore[attr-defined]
+        assert first.dtype == torch.bfloat16
+        assert same is residual
+
     def test_large_values_do_not_overflow_half_precision(self) -> None:
         x = torch.full((1, 64), 3e4, dtype=torch.float16)
         normed, _ = kernels.rms_norm(x, torch.ones(64, dtype=torch.float16), 1e-6)
@@ -144,6 +160,7 @@ META = torch.device("meta")
         ("cos_sin", lambda: kernels.rope(HEADS, HEADS, POSITIONS, TABLE[:, :7])),
         ("cos_sin", lambda: kernels.rope(HEADS, HEADS, POSITIONS, torch.zeros(5, 10))),
         ("q_norm", lambda: kernels.rope(HEADS, HEADS, POSITIONS, TABLE, q_norm=X[0, :4])),
+        ("q_norm", lambda: kernels.rope(HEADS, HEADS, POSITIONS, TABLE, q_norm=X[0].half())),
         ("k_norm", lambda: kernels.rope(HEADS, HEADS, POSITIONS, TABLE, k_norm=X)),
         ("gate_up", lambda: kernels.silu_mul(X[:, :7])),
         ("gate_up", lambda: kernels.gelu_tanh_mul(X.int())),
