@@ -63,7 +63,7 @@ class Request:
     """The step that last planned it, or the last step before it was queued."""
     uncached_tokens: int = 0
     """Tokens it must compute before it samples, as the prefix cache stood when it was last queued."""
-    block_keys: list[BlockKey] = field(default_factory=list)
+    block_keys: list[BlockKey] = field(default_factory=list, repr=False)
     """Prefix-cache keys of its full blocks, as far as they have been needed."""
 
     def __post_init__(self) -> None:

@@ -313,9 +313,8 @@ class Scheduler:
     def _make_room(self, draft: Draft, request: Request) -> bool:
         """See to room for a token more, by preempting requests that came later and have nothing in flight."""
         while not self._kv.room(request):
-            victims = [r for r in self._running.values() if not r.num_steps_in_flight]
-            victim = max(victims, key=by_arrival, default=request)
-            if draft.admitted or victim.arrival_order <= request.arrival_order:
+            victim = None if draft.admitted else draft.next_victim(self._running.values(), request)
+            if victim is None:
                 return False
             self._preempt(draft, victim)
         return True

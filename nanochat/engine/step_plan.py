@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nanochat.engine.request import Request
+from nanochat.engine.wait_queue import by_arrival
 
 
 class ScheduledChunk(NamedTuple):
@@ -69,6 +70,8 @@ class Draft:
     decodes: list[ScheduledChunk] = field(default_factory=list)
     prefills: list[ScheduledChunk] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    victims: list[Request] | None = None
+    """Requests that may be preempted, most recent last; some may have been scheduled meanwhile."""
     admitted: bool = False
     """Whether a request has been started: then nobody is preempted in this step."""
     short_of_memory: bool = False
@@ -101,6 +104,16 @@ class Draft:
         request.last_step = self.step
         self.budget -= 1
         self.decodes.append(ScheduledChunk(request, start, 1, True))
+
+    def next_victim(self, running: Iterable[Request], beneficiary: Request) -> Request | None:
+        """The most recent request with nothing in flight, if it came after ``beneficiary``; each only once."""
+        if self.victims is None:
+            self.victims = sorted((r for r in running if not r.num_steps_in_flight), key=by_arrival)
+        while self.victims and self.victims[-1].num_steps_in_flight:
+            self.victims.pop()
+        if not self.victims or self.victims[-1].arrival_order <= beneficiary.arrival_order:
+            return None
+        return self.victims.pop()
 
     def finish(self) -> StepPlan:
         return StepPlan(self.step, tuple(self.decodes), tuple(self.prefills), tuple(self.preempted))

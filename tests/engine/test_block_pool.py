@@ -210,16 +210,19 @@ class TestCollidingHashes:
         assert find(pool, [3, 4, 1, 2]) == []
         assert not any(pool.is_cached(block) for block in table)
 
-    def test_children_of_an_evicted_prefix_are_not_adopted(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Only the first blocks collide; the second blocks then agree in hash, parent hash and tokens."""
-        monkeypatch.setattr(block_pool, "xxh64_intdigest", lambda tokens, seed: 7 if seed == 0 else 8)
+    def test_second_blocks_that_collide_are_told_apart_by_their_parents(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Hash and tokens of the second blocks agree; only what came before them differs."""
+        monkeypatch.setattr(
+            block_pool, "xxh64_intdigest", lambda tokens, seed: tokens[0] if seed == 0 else 99
+        )
         pool = BlockPool(4, 2)
-        table = write(pool, [1, 2, 5, 6])
-        other = write(pool, [3, 4, 5, 6])
-        assert find(pool, [1, 2, 5, 6]) == table
-        assert find(pool, [3, 4, 5, 6]) == []
-        pool.release(other)
-        pool.check([table])
+        first, second = write(pool, [1, 2, 5, 6]), write(pool, [3, 4, 5, 6])
+        assert find(pool, [1, 2, 5, 6]) == first
+        assert find(pool, [3, 4, 5, 6]) == second[:1]
+        assert not pool.is_cached(second[1])
+        pool.check([first, second])
 
 
 class TestCheck:
