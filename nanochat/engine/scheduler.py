@@ -68,8 +68,6 @@ class Scheduler:
         self._draining: dict[int, Request] = {}
         """Finished, but a step in flight still uses their blocks."""
         self._in_flight: deque[StepPlan] = deque()
-        self._deferred: dict[int, Request] = {}
-        """Waiting requests that let another one compute a shared prefix first."""
 
     @property
     def running(self) -> Sequence[Request]:
@@ -142,7 +140,6 @@ class Scheduler:
         """Decide the next step. Empty when there is nothing to run, or all of it waits on steps in flight."""
         self._step += 1
         draft = Draft(self._step, now, self.max_num_batched_tokens)
-        self._requeue_deferred()
         ready = self._classify(draft)
         if len(ready) >= draft.budget:
             self._plan_overdue_prefills(draft, ready[0].last_step)
@@ -183,6 +180,9 @@ class Scheduler:
                     self._accept(request, token, now)
             if request.status is RequestStatus.FINISHED:
                 self._drain(request)
+        for chunk in plan.prefills:
+            if chunk.samples:
+                self._requeue_sharing(chunk.request)
         return accepted
 
     def fail(self, plan: StepPlan, now: float) -> list[Request]:
@@ -236,6 +236,8 @@ class Scheduler:
 
     def _plan_overdue_prefills(self, draft: Draft, before_step: int) -> None:
         """Decodes alone would fill the step: prefills last served before any of them take their turn first."""
+        if (draft.step - before_step) * draft.budget > self.max_num_seqs:
+            return  # no decode waits longer than if max_num_seqs of them took turns
         cap = max(1, int(draft.budget * self.long_prefill_share))
         for request in self._prefill_queue(draft):
             if request.last_step < before_step:
@@ -279,8 +281,7 @@ class Scheduler:
             return False
         uncollected = (draft.prefills, *(plan.prefills for plan in self._in_flight))
         if any(writes_shared_block(prefills, request, self.pool.block_size) for prefills in uncollected):
-            self._deferred[request.arrival_order] = request
-            return False
+            return False  # what it could share is about to be written
         free = self.pool.num_free - (self.watermark_blocks if self._running else 0)
         soon = self._kv.about_to_be_freed(self._running.values())
         if not self._kv.start(request, draft.budget, free - draft.promised_blocks, soon):
@@ -302,13 +303,11 @@ class Scheduler:
         request.uncached_tokens = request.num_tokens - self._kv.count_cached(request)
         self._waiting.add(request)
 
-    def _requeue_deferred(self) -> None:
-        """What they waited for may be written: they have less left to compute than when queued."""
-        for request in self._deferred.values():
-            if request.status is RequestStatus.WAITING:
-                self._waiting.remove(request)
-                self._enqueue(request)
-        self._deferred.clear()
+    def _requeue_sharing(self, request: Request) -> None:
+        """A prompt is in the cache: those that begin like it have less to compute than when queued."""
+        for other in self._waiting.sharing(request):
+            self._waiting.remove(other)
+            self._enqueue(other)
 
     def _make_room(self, draft: Draft, request: Request) -> bool:
         """See to room for a token more, by preempting requests that came later and have nothing in flight."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from nanochat.engine.block_pool import InvariantError
+from nanochat.engine.block_pool import BlockKey, InvariantError
 
 if TYPE_CHECKING:
     from nanochat.engine.request import Request
@@ -31,6 +31,8 @@ class WaitQueue:
         self._patience = patience
         self._arrival: list[Request] = []
         self._size: list[Request] = []
+        self._families: dict[BlockKey, dict[int, Request]] = {}
+        """By first block of the prompt, then by arrival."""
         self._blocked: Request | None = None
         self._blocked_since = 0
 
@@ -45,6 +47,8 @@ class WaitQueue:
     def add(self, request: Request) -> None:
         insort(self._arrival, request, key=by_arrival)
         insort(self._size, request, key=by_size)
+        for key in request.block_keys[:1]:
+            self._families.setdefault(key, {})[request.arrival_order] = request
 
     def remove(self, request: Request) -> None:
         """``request.uncached_tokens`` must be what it was when the request was added."""
@@ -53,8 +57,17 @@ class WaitQueue:
             raise ValueError(f"request {request.request_id} isn't in the queue")
         del self._arrival[place]
         del self._size[bisect_left(self._size, by_size(request), key=by_size)]
+        for key in request.block_keys[:1]:
+            del self._families[key][request.arrival_order]
+            if not self._families[key]:
+                del self._families[key]
         if request is self._blocked:
             self._blocked = None
+
+    def sharing(self, request: Request) -> list[Request]:
+        """Those whose prompts begin with the same block as this one's, oldest first."""
+        keys = request.block_keys[:1]
+        return list(self._families[keys[0]].values()) if keys and keys[0] in self._families else []
 
     def window(self, size: int, step: int) -> Iterable[Request]:
         """Who may be started in ``step``: the ``size`` oldest and ``size`` smallest, to bound the work."""
@@ -79,3 +92,6 @@ class WaitQueue:
             self._size, key=by_size
         ):
             raise InvariantError("The waiting queue's two orders are broken or hold different requests.")
+        members = {order for family in self._families.values() for order in family}
+        if members != {request.arrival_order for request in self._arrival if request.block_keys}:
+            raise InvariantError("The waiting queue's families hold other requests than its orders.")

@@ -96,13 +96,24 @@ class TestFairness:
 
         assert orders() == orders()
 
-    def test_newcomers_do_not_starve_decodes_that_fill_the_budget(self) -> None:
+    def test_newcomers_take_turns_with_decodes_that_fill_the_budget(self) -> None:
         rig = Rig(budget=4)
+        for salt in range(4):
+            rig.submit(tokens(1, salt), max_tokens=40)
+        rig.step()
+        rig.submit(tokens(1, salt=9), max_tokens=40)
+        assert set(scheduled(rig.step())) == {1, 2, 3, 4}  # served before the newcomer came
+        assert set(scheduled(rig.step())) == {5, 1, 2, 3}
+
+    def test_a_flood_of_newcomers_does_not_starve_decodes(self) -> None:
+        """Each decode is served as often as if all ``max_num_seqs`` were decoding."""
+        rig = Rig(budget=4, max_num_seqs=8)
         chats = [rig.submit(tokens(1, salt), max_tokens=40) for salt in range(4)]
-        for salt in range(4, 84):
-            rig.submit(tokens(1, salt), max_tokens=1)
+        for salt in range(4, 44):
+            for part in range(6):
+                rig.submit(tokens(1, salt + 100 * part), max_tokens=1)
             rig.step()
-        assert min(chat.num_generated_tokens for chat in chats) >= 30
+        assert min(chat.num_generated_tokens for chat in chats) >= 13
 
     def test_decodes_that_fill_the_budget_do_not_starve_a_prefill(self) -> None:
         rig = Rig(budget=4)
