@@ -1,0 +1,402 @@
+"""Decode attention over the paged cache: one kernel for every batch, context length and cache type.
+
+Bandwidth is all that matters here, so the work is cut by bytes, not by rows. Every row and KV head is a run
+of key tiles; the static grid's programs each take an equal share of all tiles of the batch, computed on the
+device from the context lengths, so that one CUDA graph serves every length. A run that falls to one program
+is finished there; a run cut over several leaves partial results, which the last of them to finish merges by
+log-sum-exp. The query heads that share a KV head share its tile through one `tl.dot`.
+
+Sources: split KV and its merge as in Flash-Decoding (arXiv:2205.14135 gives the softmax); equal shares as in
+Stream-K (arXiv:2301.03598). Knows nothing of requests or models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from nanochat.kernels.attention_common import (
+    check_layout,
+    load_blocks,
+    score_scales,
+    slots_of,
+    split_to_int8,
+    unpack_int8_pairs,
+)
+from nanochat.kernels.cache import AttentionBatch, LayerCache
+from nanochat.kernels.triton_utils import (
+    INTERPRETED,
+    device_info,
+    next_power_of_2,
+    tanh,
+)
+from nanochat.kernels.tuning import DecodeConfig, decode_config
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Where programs that share a row leave partial results. Not for two streams at once.
+
+    ``P`` programs; each leaves at most two unfinished pieces: ``2 p`` continues a run that began in an
+    earlier program, ``2 p + 1`` begins one that a later program continues.
+    """
+
+    partial_out: torch.Tensor
+    """``[2 P, group, D]`` float32: attention over the piece alone, normalised."""
+    partial_lse: torch.Tensor
+    """``[2 P, group]`` float32: base-2 log-sum-exp of the piece's scores."""
+    arrivals: torch.Tensor
+    """``[P]`` int32: pieces done of the run that begins in program ``p``. Zero between launches."""
+
+
+def allocate_workspace(num_programs: int, group: int, head_dim: int, device: torch.device) -> DecodeWorkspace:
+    """A workspace for ``num_programs`` programs; ``group`` query heads share a KV head."""
+    return DecodeWorkspace(
+        torch.empty((2 * num_programs, group, head_dim), dtype=torch.float32, device=device),
+        torch.empty((2 * num_programs, group), dtype=torch.float32, device=device),
+        torch.zeros(num_programs, dtype=torch.int32, device=device),
+    )
+
+
+def decode_attention(
+    q: torch.Tensor,
+    cache: LayerCache,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `nanochat.kernels.decode_attention`. ``out [num_decodes, H, D]``, if given, receives the result.
+
+    The workspace stays in ``batch.scratch`` for the next layers, and must outlive a graph captured here.
+    """
+    check_layout(q, cache)
+    rows, (_, heads, head_dim) = batch.num_decodes, q.shape
+    if out is None:
+        out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
+    if rows == 0:
+        return out
+    info = device_info(q.device)
+    kv_heads = cache.k.shape[2]
+    config = decode_config(
+        info.capability, next_power_of_2(head_dim), cache.k.element_size(), rows * kv_heads
+    )
+    key = ("decode_workspace", heads // kv_heads, head_dim, config.programs_per_sm)
+    workspace = batch.scratch.get(key)
+    if workspace is None:
+        workspace = allocate_workspace(info.num_sms * config.programs_per_sm, key[1], head_dim, q.device)
+        batch.scratch[key] = workspace
+    launch_decode(q[:rows], cache, batch, out, workspace, config, scale=scale, window=window, softcap=softcap)
+    return out
+
+
+def launch_decode(
+    q: torch.Tensor,
+    cache: LayerCache,
+    batch: AttentionBatch,
+    out: torch.Tensor,
+    workspace: DecodeWorkspace,
+    config: DecodeConfig,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> None:
+    """Launch for ``q [num_decodes, H, D]``, without checks; as many programs as ``workspace`` has room for."""
+    rows, heads, head_dim = q.shape
+    kv_heads = cache.k.shape[2]
+    qk_scale, cap = score_scales(scale, softcap)
+    _decode_kernel[(workspace.arrivals.shape[0],)](
+        q,
+        cache.k,
+        cache.v,
+        cache.k_scale,
+        cache.v_scale,
+        batch.block_tables,
+        batch.context_lens,
+        out,
+        workspace.partial_out,
+        workspace.partial_lse,
+        workspace.arrivals,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        cache.k.stride(1),
+        cache.k.stride(2),
+        0 if cache.k_scale is None else cache.k_scale.stride(1),
+        batch.block_tables.stride(0),
+        rows,
+        config.min_tiles,
+        window,
+        qk_scale,
+        cap,
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=cache.block_size,
+        BLOCK_M=max(16, next_power_of_2(heads // kv_heads)),
+        BLOCK_N=config.block_n,
+        BLOCK_D=next_power_of_2(head_dim),
+        BLOCK_R=max(64, next_power_of_2(rows)),
+        MERGE=config.merge,
+        WINDOWED=window > 0,
+        CAPPED=softcap > 0,
+        NATIVE=not INTERPRETED,
+        INTEGER_DOT=device_info(q.device).capability >= 80,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_rows", "min_tiles", "window"])
+def _decode_kernel(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor | None,
+    v_scale_ptr: tl.tensor | None,
+    block_tables_ptr: tl.tensor,
+    context_lens_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    partial_out_ptr: tl.tensor,
+    partial_lse_ptr: tl.tensor,
+    arrivals_ptr: tl.tensor,
+    q_stride_row: int,
+    q_stride_head: int,
+    out_stride_row: int,
+    kv_stride_token: int,
+    kv_stride_head: int,
+    scale_stride_token: int,
+    table_stride: int,
+    num_rows: int,
+    min_tiles: int,
+    window: int,
+    qk_scale: float,
+    cap: float,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    MERGE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTEGER_DOT: tl.constexpr,
+) -> None:
+    # INT8 values are read as pairs of neighbouring dims: even and odd dims are multiplied apart.
+    INT8: tl.constexpr = k_scale_ptr is not None
+    STEP: tl.constexpr = 2 if INT8 else 1
+    program = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    members = tl.arange(0, BLOCK_M)
+    keys = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    dim_mask = dims < HEAD_DIM
+    cols = tl.arange(0, BLOCK_D // STEP)
+    col_mask = cols < HEAD_DIM // STEP
+    member_mask = (members < GROUP)[:, None] & col_mask[None, :]
+    if INT8:
+        v_ptr = v_ptr.to(tl.pointer_type(tl.int16))
+
+    # Runs of tiles are laid end to end, by row and then by KV head; this program's share is [tile, stop).
+    rows = tl.arange(0, BLOCK_R)
+    lens = tl.load(context_lens_ptr + rows, mask=rows < num_rows, other=0)
+    tiles = tl.cdiv(lens, BLOCK_N)
+    if WINDOWED:
+        tiles -= tl.maximum(lens - window, 0) // BLOCK_N
+    row_ends = tl.cumsum(tiles, 0) * KV_HEADS
+    total = tl.max(row_ends, 0)
+    share = tl.maximum(tl.cdiv(total, num_programs), min_tiles)
+    tile = program * share
+    stop = tl.minimum(tile + share, total)
+
+    while tile < stop:
+        row = tl.sum((row_ends <= tile).to(tl.int32), 0)
+        row_end = tl.sum(tl.where(rows == row, row_ends, 0), 0)
+        context_len = tl.load(context_lens_ptr + row)
+        first_tile = 0
+        if WINDOWED:
+            first_tile = tl.maximum(context_len - window, 0) // BLOCK_N
+        run = tl.cdiv(context_len, BLOCK_N) - first_tile
+        in_row = tile - (row_end - run * KV_HEADS)
+        head = in_row // run
+        begin = in_row - head * run
+        end = tl.minimum(run, begin + stop - tile)
+
+        heads = head * GROUP + members
+        q_ptrs = q_ptr + row.to(tl.int64) * q_stride_row + heads[:, None] * q_stride_head + dims[None, :]
+        q = tl.load(q_ptrs, mask=(members < GROUP)[:, None] & dim_mask[None, :], other=0.0)
+        acc = tl.zeros([BLOCK_M, BLOCK_D // STEP], tl.float32)
+        if INT8:
+            acc_odd = acc
+            if INTEGER_DOT:
+                q_high, q_low, q_scale = split_to_int8(q)
+                q_scale *= qk_scale
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        norm = tl.zeros([BLOCK_M], tl.float32)
+
+        table = block_tables_ptr + row.to(tl.int64) * table_stride
+        head_k = k_ptr + head * kv_stride_head + dims[None, :]
+        head_v = v_ptr + head * (kv_stride_head // STEP) + cols[None, :]
+        # Block numbers and scales are fetched a tile ahead: loads that wait for loads pipeline badly.
+        blocks = load_blocks(table, first_tile + begin, keys, context_len, BLOCK_N, BLOCK_SIZE)
+        if INT8:
+            visible = (first_tile + begin) * BLOCK_N + keys < context_len
+            scale_offsets = (
+                slots_of(blocks, first_tile + begin, keys, BLOCK_N, BLOCK_SIZE) * scale_stride_token + head
+            )
+            k_scale = tl.load(k_scale_ptr + scale_offsets, mask=visible, other=0.0)
+            v_scale = tl.load(v_scale_ptr + scale_offsets, mask=visible, other=0.0)
+        for index in range(first_tile + begin, first_tile + end):
+            positions = index * BLOCK_N + keys
+            visible = positions < context_len
+            slots = slots_of(blocks, index, keys, BLOCK_N, BLOCK_SIZE)[:, None]
+            k = tl.load(head_k + slots * kv_stride_token, mask=visible[:, None] & dim_mask[None, :], other=0)
+            v = tl.load(
+                head_v + slots * (kv_stride_token // STEP), mask=visible[:, None] & col_mask[None, :], other=0
+            )
+            blocks = load_blocks(table, index + 1, keys, context_len, BLOCK_N, BLOCK_SIZE)
+
+            if INT8:
+                # With its power of two moved into the scores, the rest of V's scale is from 1 to 2, so that
+                # the weights below fit FP16 whatever the scales. Where a scale is 0 the values are, too.
+                v_scale_bits = tl.maximum(v_scale.to(tl.float32), 2.0**-24).to(tl.int32, bitcast=True)
+                exponent = (v_scale_bits >> 23) - 127
+                v_scale_rest = ((v_scale_bits & 0x007FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+                v_scale_power = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+                if INTEGER_DOT:
+                    products = tl.dot(q_high, tl.trans(k), out_dtype=tl.int32)
+                    products = tl.dot(q_low, tl.trans(k), products * 256, out_dtype=tl.int32)
+                    scores = products.to(tl.float32) * q_scale[:, None]
+                else:
+                    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * qk_scale
+                scores *= k_scale.to(tl.float32)[None, :]
+            else:
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee") * qk_scale
+            if CAPPED:
+                scores = tanh(scores) * cap
+            if INT8:
+                scores += exponent.to(tl.float32)[None, :]
+            if WINDOWED:
+                visible = visible & (positions >= context_len - window)
+            scores = tl.where(visible[None, :], scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_peak[:, None])
+            shrink = tl.exp2(peak - new_peak)
+            peak = new_peak
+            if INT8:
+                norm = norm * shrink + tl.sum(weights * v_scale_power[None, :], 1)
+                weights = (weights * v_scale_rest[None, :]).to(tl.float16)
+                v_even, v_odd = unpack_int8_pairs(v, NATIVE)
+                acc = tl.dot(weights, v_even, acc * shrink[:, None])
+                acc_odd = tl.dot(weights, v_odd, acc_odd * shrink[:, None])
+                visible = positions + BLOCK_N < context_len
+                scale_offsets = (
+                    slots_of(blocks, index + 1, keys, BLOCK_N, BLOCK_SIZE) * scale_stride_token + head
+                )
+                k_scale = tl.load(k_scale_ptr + scale_offsets, mask=visible, other=0.0)
+                v_scale = tl.load(v_scale_ptr + scale_offsets, mask=visible, other=0.0)
+            else:
+                norm = norm * shrink + tl.sum(weights, 1)
+                acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
+
+        run_start = tile - begin
+        first_program = run_start // share
+        pieces = (run_start + run - 1) // share - first_program + 1
+        out_row = out_ptr + row.to(tl.int64) * out_stride_row + head * GROUP * HEAD_DIM
+        columns = members[:, None] * HEAD_DIM + cols[None, :] * STEP
+        if pieces == 1:
+            tl.store(out_row + columns, acc / norm[:, None], mask=member_mask)
+            if INT8:
+                tl.store(out_row + columns + 1, acc_odd / norm[:, None], mask=member_mask)
+        else:
+            piece = (2 * program + (program == first_program).to(tl.int32)) * GROUP
+            partial = partial_out_ptr + piece * HEAD_DIM + columns
+            tl.store(partial, acc / norm[:, None], mask=member_mask)
+            if INT8:
+                tl.store(partial + 1, acc_odd / norm[:, None], mask=member_mask)
+            tl.store(partial_lse_ptr + piece + members, peak + tl.log2(norm), mask=members < GROUP)
+            # All threads' stores come before the one thread's release, and its acquire before their loads.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(arrivals_ptr + first_program, 1, sem="acq_rel")
+            tl.debug_barrier()
+            if arrived == pieces - 1:
+                tl.store(arrivals_ptr + first_program, 0)
+                _merge_pieces(
+                    partial_out_ptr,
+                    partial_lse_ptr,
+                    out_row,
+                    first_program,
+                    pieces,
+                    GROUP,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    MERGE,
+                )
+        tile += end - begin
+
+    # Rows of no context have no tiles, so nobody above wrote them.
+    row = program
+    while row < num_rows:
+        if tl.sum(tl.where(rows == row, lens, 0), 0) == 0:
+            for head in range(KV_HEADS):
+                out_row = out_ptr + row.to(tl.int64) * out_stride_row + head * GROUP * HEAD_DIM
+                zeros = tl.zeros([BLOCK_M, BLOCK_D // STEP], out_ptr.dtype.element_ty)
+                columns = members[:, None] * HEAD_DIM + cols[None, :] * STEP
+                tl.store(out_row + columns, zeros, mask=member_mask)
+                if INT8:
+                    tl.store(out_row + columns + 1, zeros, mask=member_mask)
+        row += num_programs
+
+
+@triton.jit
+def _merge_pieces(
+    partial_out_ptr: tl.tensor,
+    partial_lse_ptr: tl.tensor,
+    out_row: tl.tensor,
+    first_program: tl.tensor,
+    pieces: tl.tensor,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MERGE: tl.constexpr,
+) -> None:
+    """Combine one run's pieces, which lie in consecutive programs, for each query head of its group."""
+    MEMBERS: tl.constexpr = min(GROUP, 2)  # heads at once: their loads overlap
+    dims = tl.arange(0, BLOCK_D)[None, None, :]
+    for base in range(0, GROUP, MEMBERS):
+        members = base + tl.arange(0, MEMBERS)[:, None]
+        peak = tl.full([MEMBERS], float("-inf"), tl.float32)
+        norm = tl.zeros([MEMBERS], tl.float32)
+        acc = tl.zeros([MEMBERS, BLOCK_D], tl.float32)
+        for start in range(0, pieces, MERGE // MEMBERS):
+            index = start + tl.arange(0, MERGE // MEMBERS)[None, :]
+            mask = (index < pieces) & (members < GROUP)
+            piece = (2 * (first_program + index) + (index == 0).to(tl.int32)) * GROUP + members
+            # Read from the L2: another multiprocessor wrote them.
+            lse = tl.load(partial_lse_ptr + piece, mask=mask, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(
+                partial_out_ptr + piece[:, :, None] * HEAD_DIM + dims,
+                mask=mask[:, :, None] & (dims < HEAD_DIM),
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            new_peak = tl.maximum(peak, tl.max(lse, 1))
+            safe_peak = tl.where(members < GROUP, new_peak[:, None], 0.0)
+            weights = tl.exp2(lse - safe_peak)
+            shrink = tl.where(peak == float("-inf"), 0.0, tl.exp2(peak - new_peak))
+            norm = norm * shrink + tl.sum(weights, 1)
+            acc = acc * shrink[:, None] + tl.sum(part * weights[:, :, None], 1)
+            peak = new_peak
+        dims_of_out = tl.arange(0, BLOCK_D)[None, :]
+        mask = (members < GROUP) & (dims_of_out < HEAD_DIM)
+        tl.store(out_row + members * HEAD_DIM + dims_of_out, acc / norm[:, None], mask=mask)

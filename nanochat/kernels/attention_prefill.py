@@ -1,0 +1,347 @@
+"""Prefill attention over the paged cache: packed queries of many requests, chunks and prefixes alike.
+
+A program takes a tile of query rows of one request, the query heads that share a KV head side by side, and
+walks over the keys that tile may see, in the style of FlashAttention-2 (arXiv:2307.08691): first the tiles
+that every row sees whole, without masks, then those on the diagonal. Which request a program serves is found
+on the device, so that nothing but the packed length is known to the host. Knows nothing of requests or models.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nanochat.kernels.attention_common import (
+    check_layout,
+    int8_to_bfloat16,
+    int8_to_float16,
+    load_blocks,
+    power_of_two_below,
+    score_scales,
+    slots_of,
+)
+from nanochat.kernels.cache import AttentionBatch, LayerCache
+from nanochat.kernels.triton_utils import (
+    INTERPRETED,
+    device_info,
+    next_power_of_2,
+    tanh,
+)
+from nanochat.kernels.tuning import PrefillConfig, prefill_config
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    cache: LayerCache,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `nanochat.kernels.prefill_attention`. ``out [T - num_decodes, H, D]``, if given, receives the result."""
+    check_layout(q, cache)
+    q = q[batch.num_decodes :]
+    tokens, _, head_dim = q.shape
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if tokens == 0:
+        return out
+    config = prefill_config(
+        device_info(q.device).capability,
+        next_power_of_2(head_dim),
+        q.element_size(),
+        cache.k.element_size(),
+        batch.max_context_len,
+    )
+    launch_prefill(q, cache, batch, out, config, scale=scale, window=window, softcap=softcap)
+    return out
+
+
+def launch_prefill(
+    q: torch.Tensor,
+    cache: LayerCache,
+    batch: AttentionBatch,
+    out: torch.Tensor,
+    config: PrefillConfig,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> None:
+    """Launch for ``q [T - num_decodes, H, D]``, without checks."""
+    first_row = batch.num_decodes
+    tokens, heads, head_dim = q.shape
+    rows = batch.num_rows - first_row
+    kv_heads = cache.k.shape[2]
+    group = heads // kv_heads
+    block_m = max(config.block_m, next_power_of_2(group))
+    block_q = block_m // group
+    qk_scale, cap = score_scales(scale, softcap)
+    # A row of n tokens starts at most one partly filled tile; so do the gaps before and after all rows.
+    tiles = tokens // block_q + rows + 2
+    _prefill_kernel[(tiles * kv_heads,)](
+        q,
+        cache.k,
+        cache.v,
+        cache.k_scale,
+        cache.v_scale,
+        batch.block_tables[first_row:],
+        batch.context_lens[first_row:],
+        batch.query_starts[first_row:],
+        out,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        cache.k.stride(1),
+        cache.k.stride(2),
+        0 if cache.k_scale is None else cache.k_scale.stride(1),
+        batch.block_tables.stride(0),
+        tokens,
+        rows,
+        first_row,
+        window,
+        qk_scale,
+        cap,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=cache.block_size,
+        BLOCK_Q=block_q,
+        BLOCK_M=block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_D=next_power_of_2(head_dim),
+        BLOCK_R=max(32, next_power_of_2(rows + 2)),
+        WINDOWED=window > 0,
+        CAPPED=softcap > 0,
+        NATIVE=not INTERPRETED,
+        HAS_BF16=device_info(q.device).capability >= 80 and not INTERPRETED,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_tokens", "num_rows", "first_token", "window"])
+def _prefill_kernel(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor | None,
+    v_scale_ptr: tl.tensor | None,
+    block_tables_ptr: tl.tensor,
+    context_lens_ptr: tl.tensor,
+    query_starts_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    q_stride_token: int,
+    q_stride_head: int,
+    out_stride_token: int,
+    kv_stride_token: int,
+    kv_stride_head: int,
+    scale_stride_token: int,
+    table_stride: int,
+    num_tokens: int,
+    num_rows: int,
+    first_token: int,
+    window: int,
+    qk_scale: float,
+    cap: float,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    NATIVE: tl.constexpr,
+    HAS_BF16: tl.constexpr,
+) -> None:
+    # The last tiles of a prompt see the most keys, so they start first.
+    head = tl.program_id(0) % KV_HEADS
+    tile = tl.num_programs(0) // KV_HEADS - 1 - tl.program_id(0) // KV_HEADS
+
+    # Rows 1 .. num_rows are real; rows 0 and num_rows + 1 are the tokens before and after them.
+    rows = tl.arange(0, BLOCK_R)
+    is_real = (rows >= 1) & (rows <= num_rows)
+    starts = tl.load(query_starts_ptr + rows - 1, mask=is_real, other=first_token) - first_token
+    ends = (
+        tl.load(query_starts_ptr + rows, mask=rows <= num_rows, other=num_tokens + first_token) - first_token
+    )
+    lens = tl.load(context_lens_ptr + rows - 1, mask=is_real, other=0)
+    starts = tl.where(rows == num_rows + 1, tl.sum(tl.where(rows == num_rows, ends, 0), 0), starts)
+    row_tiles = starts // BLOCK_Q + rows
+    row = tl.sum(((row_tiles <= tile) & (rows <= num_rows + 1)).to(tl.int32), 0) - 1
+    start = tl.sum(tl.where(rows == row, starts, 0), 0)
+    num_queries = tl.sum(tl.where(rows == row, ends, 0), 0) - start
+    context_len = tl.sum(tl.where(rows == row, lens, 0), 0)
+    first_query = (tile - start // BLOCK_Q - row) * BLOCK_Q
+    if first_query >= num_queries:
+        return
+
+    members = tl.arange(0, BLOCK_M)
+    queries = first_query + members // GROUP
+    heads = head * GROUP + members % GROUP
+    dims = tl.arange(0, BLOCK_D)
+    is_query = (members < BLOCK_Q * GROUP) & (queries < num_queries)
+    query_mask = is_query[:, None] & (dims < HEAD_DIM)[None, :]
+    tokens = (start + queries).to(tl.int64)
+    out_ptrs = out_ptr + (tokens * out_stride_token + heads * HEAD_DIM)[:, None] + dims[None, :]
+    if context_len == 0:
+        tl.store(out_ptrs, tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty), mask=query_mask)
+        return
+
+    q_ptrs = q_ptr + (tokens * q_stride_token + heads * q_stride_head)[:, None] + dims[None, :]
+    q = tl.load(q_ptrs, mask=query_mask, other=0.0)
+    lowest = context_len - num_queries + first_query
+    query_positions = context_len - num_queries + queries
+    end = tl.minimum(lowest + BLOCK_Q, context_len)
+    first_key_tile = 0
+    whole_tiles = (lowest + 1) // BLOCK_N
+    if WINDOWED:
+        first_key_tile = tl.maximum(lowest - window + 1, 0) // BLOCK_N
+        whole_tiles = first_key_tile
+
+    row_scale = tl.full([BLOCK_M], qk_scale, tl.float32)
+    if k_scale_ptr is not None:
+        # FP16 holds INT8 exactly, and queries too once their power of two is taken out.
+        q = q.to(tl.float32)
+        power = power_of_two_below(tl.maximum(tl.max(tl.abs(q), 1), 2.0**-126))
+        q = (q / power[:, None]).to(tl.float16)
+        row_scale *= power
+
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    norm = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    table = block_tables_ptr + (row - 1).to(tl.int64) * table_stride
+    if k_scale_ptr is not None:
+        k_scale_ptr += head
+        v_scale_ptr += head
+    for MASKED in tl.static_range(0, 2):
+        acc, norm, peak = _attend(
+            q,
+            acc,
+            norm,
+            peak,
+            row_scale,
+            query_positions,
+            k_ptr + head * kv_stride_head,
+            v_ptr + head * kv_stride_head,
+            k_scale_ptr,
+            v_scale_ptr,
+            table,
+            whole_tiles if MASKED else first_key_tile,
+            tl.cdiv(end, BLOCK_N) if MASKED else whole_tiles,
+            context_len,
+            kv_stride_token,
+            scale_stride_token,
+            window,
+            cap,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            BLOCK_N,
+            BLOCK_D,
+            WINDOWED,
+            CAPPED,
+            NATIVE,
+            HAS_BF16,
+            MASKED,
+        )
+    tl.store(out_ptrs, acc / norm[:, None], mask=query_mask)
+
+
+@triton.jit
+def _attend(
+    q: tl.tensor,
+    acc: tl.tensor,
+    norm: tl.tensor,
+    peak: tl.tensor,
+    row_scale: tl.tensor,
+    query_positions: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor | None,
+    v_scale_ptr: tl.tensor | None,
+    table: tl.tensor,
+    first_tile: tl.tensor,
+    last_tile: tl.tensor,
+    context_len: tl.tensor,
+    kv_stride_token: tl.tensor,
+    scale_stride_token: tl.tensor,
+    window: tl.tensor,
+    cap: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    NATIVE: tl.constexpr,
+    HAS_BF16: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Fold key tiles ``first_tile .. last_tile - 1`` into the running softmax of the query tile."""
+    INT8: tl.constexpr = k_scale_ptr is not None
+    keys = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    # Block numbers are fetched a tile ahead: a load that waits for a load pipelines badly.
+    blocks = load_blocks(table, first_tile, keys, context_len, BLOCK_N, BLOCK_SIZE)
+    for tile in range(first_tile, last_tile):
+        positions = tile * BLOCK_N + keys
+        in_context = positions < context_len
+        slots = slots_of(blocks, tile, keys, BLOCK_N, BLOCK_SIZE)
+        kv_offsets = (slots * kv_stride_token)[:, None] + dims[None, :]
+        if MASKED:
+            kv_mask = in_context[:, None] & (dims < HEAD_DIM)[None, :]
+            k = tl.load(k_ptr + kv_offsets, mask=kv_mask, other=0)
+            v = tl.load(v_ptr + kv_offsets, mask=kv_mask, other=0)
+        elif HEAD_DIM == BLOCK_D:
+            k = tl.load(k_ptr + kv_offsets)
+            v = tl.load(v_ptr + kv_offsets)
+        else:
+            k = tl.load(k_ptr + kv_offsets, mask=(dims < HEAD_DIM)[None, :], other=0)
+            v = tl.load(v_ptr + kv_offsets, mask=(dims < HEAD_DIM)[None, :], other=0)
+        if INT8:
+            # One load for both: a tensor with an element for each thread is loaded once and then shared.
+            scale_offsets = slots * scale_stride_token
+            scale_ptrs = tl.join(k_scale_ptr + scale_offsets, v_scale_ptr + scale_offsets)
+            k_scale, v_scale = tl.split(
+                tl.load(scale_ptrs, mask=in_context[:, None], other=0.0).to(tl.float32)
+            )
+        blocks = load_blocks(table, tile + 1, keys, context_len, BLOCK_N, BLOCK_SIZE)
+
+        if INT8:
+            k = int8_to_float16(k, NATIVE)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if INT8:
+            scores *= k_scale[None, :]
+        to_log2 = row_scale
+        if CAPPED:
+            scores = tanh(scores * row_scale[:, None])
+            to_log2 = cap
+        if MASKED:
+            visible = positions[None, :] <= query_positions[:, None]
+            if WINDOWED:
+                visible = visible & (positions[None, :] > query_positions[:, None] - window)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * to_log2)
+        base = new_peak
+        if WINDOWED:  # a row may have seen nothing yet
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        if CAPPED:
+            weights = tl.exp2(scores * cap - base[:, None])
+        else:
+            weights = tl.exp2(scores * row_scale[:, None] - base[:, None])
+        shrink = tl.exp2(peak - base)
+        peak = new_peak
+        norm = norm * shrink + tl.sum(weights, 1)
+        if INT8:
+            # BF16 or wider: the weights carry V's scales, whose range FP16 has not.
+            weights *= v_scale[None, :]
+            v = int8_to_bfloat16(v) if HAS_BF16 else v.to(tl.float32)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, norm, peak

@@ -1,0 +1,67 @@
+"""Tile sizes by GPU generation and shape: a small table, measured where hardware was at hand, safe elsewhere.
+
+Nothing is tuned at run time. The limits the table keeps to are shared memory a program: 64 KB on compute
+capability 7.5, 99 KB on 8.6 and 8.9, 163 KB on 8.0, 227 KB on 9.0 and 10.0. Knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How the decode kernel is cut."""
+
+    block_n: int
+    """Keys a tile."""
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    """Programs of the static grid; each takes an equal share of all tiles."""
+    min_tiles: int
+    """Fewest tiles worth a program of its own."""
+    merge: int
+    """Partial results read at once when a row's splits are merged."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """How the prefill kernel is cut."""
+
+    block_m: int
+    """Query rows a tile: tokens times the query heads that share a KV head."""
+    block_n: int
+    """Keys a tile."""
+    num_warps: int
+    num_stages: int
+
+
+def decode_config(capability: int, block_d: int, kv_bytes: int, runs: int) -> DecodeConfig:
+    """For heads of ``block_d`` dims, a power of two, cached in ``kv_bytes`` each; ``runs``: rows times KV heads."""
+    row_bytes = block_d * kv_bytes
+    if capability < 80:
+        return DecodeConfig(16 if row_bytes > 256 else 32, 4, 1, 4, 4, 16)
+    if capability in (90, 100):
+        if kv_bytes == 1 and block_d <= 128:
+            if runs >= 128:
+                return DecodeConfig(32, 1, 3, 8, 4, 16)
+            return DecodeConfig(128, 4, 3, 2, 1, 64)
+        return DecodeConfig(64 if row_bytes <= 256 else 32, 4, 3, 2, 2, 64)
+    block_n = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+    return DecodeConfig(block_n, 4, 2, 2, 2, 32)
+
+
+def prefill_config(capability: int, block_d: int, q_bytes: int, kv_bytes: int, context: int) -> PrefillConfig:
+    """``q_bytes``, ``kv_bytes``: of one query and one cached element; ``context``: the longest row's."""
+    if q_bytes == 4 or capability < 80:
+        return PrefillConfig(32, 16 if block_d > 128 else 32, 4, 1)
+    if capability in (90, 100):
+        if block_d > 128:
+            return PrefillConfig(64, 64, 4, 2) if context <= 4096 else PrefillConfig(128, 64, 8, 2)
+        if context <= 4096:
+            return PrefillConfig(64, 32 if context <= 64 else 64, 4, 3)
+        return PrefillConfig(128, 128, 8, 3 if kv_bytes > 1 else 2)
+    if block_d > 128:
+        return PrefillConfig(64, 32, 4, 2)
+    return PrefillConfig(64, 64, 4, 2) if context <= 512 else PrefillConfig(128, 32, 4, 2)

@@ -1,0 +1,289 @@
+"""Every kernel as its launcher launches it, compiled ahead of time for each GPU generation: no GPU needed.
+
+The launchers run with their kernel replaced by a recorder and the device's facts by another generation's, so
+that what is compiled is what would be launched there. Shared memory must fit the generation, and registers
+must hold nearly everything: code tuned on a data-centre card is thus kept from failing on a laptop's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from nanochat.kernels import (
+    activation,
+    attention_decode,
+    attention_prefill,
+    kv_store,
+    norm_rope,
+    sampling,
+    triton_utils,
+)
+from nanochat.kernels.cache import AttentionBatch, LayerCache
+from nanochat.kernels.triton_utils import INTERPRETED, DeviceInfo
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="under the interpreter nothing is compiled")
+
+SHARED_KB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
+"""Shared memory a program may use, by compute capability."""
+MAX_STACK_BYTES = 512
+"""Of a thread: room for registers that did not fit."""
+NUM_SMS = 30
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+TYPE_NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int8: "i8",
+}
+
+
+@dataclass
+class Launch:
+    """One recorded launch: what `triton.compile` needs."""
+
+    source: ASTSource
+    options: dict[str, Any]
+
+
+class Recorder:
+    """Stands in for a kernel: keeps each launch instead of running it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.launches: list[Launch] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self._record
+
+    def _record(self, *args: Any, **kwargs: Any) -> None:
+        names = self.kernel.arg_names
+        options = {name: value for name, value in kwargs.items() if name not in names}
+        values = dict(zip(names, args, strict=False)) | {n: v for n, v in kwargs.items() if n in names}
+        signature: dict[str, str] = {}
+        constants: dict[tuple[int], Any] = {}
+        attributes: dict[tuple[int], list[list[Any]]] = {}
+        for index, parameter in enumerate(self.kernel.params):
+            value = values[parameter.name]
+            is_one = value == 1 if isinstance(value, int) else False
+            if parameter.is_constexpr or value is None or (is_one and not parameter.do_not_specialize):
+                signature[parameter.name] = "constexpr"
+                constants[(index,)] = value
+                continue
+            if isinstance(value, torch.Tensor):
+                signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
+                aligned = True
+            else:
+                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+                aligned = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
+            if aligned:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        self.launches.append(Launch(ASTSource(self.kernel, signature, constants, attributes), options))
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Compiled code goes to a folder of the test's own."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def check_launches(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: int,
+    module: ModuleType,
+    kernel_name: str,
+    launch: Callable[[], object],
+) -> None:
+    """Record what ``launch`` launches on a GPU of this capability, compile it, and check what it needs."""
+    recorder = Recorder(getattr(module, kernel_name))
+    with monkeypatch.context() as patch:
+        for changed in (triton_utils, module):
+            if hasattr(changed, "device_info"):
+                patch.setattr(changed, "device_info", lambda device: DeviceInfo(capability, NUM_SMS))
+        patch.setattr(module, kernel_name, recorder)
+        launch()
+    assert recorder.launches
+    for recorded in recorder.launches:
+        compiled = triton.compile(
+            recorded.source, target=GPUTarget("cuda", capability, 32), options=recorded.options
+        )
+        assert compiled.metadata.shared <= SHARED_KB[capability] * 1024
+        assert stack_bytes(compiled.asm["cubin"]) <= MAX_STACK_BYTES
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Bytes a thread keeps in local memory, from the compiler's resource report."""
+    path = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
+    path.write_bytes(cubin)
+    report = subprocess.run(
+        [CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True
+    ).stdout
+    match = re.search(r"STACK:(\d+)", report)
+    assert match, report
+    return int(match[1])
+
+
+def float_dtype(capability: int) -> torch.dtype:
+    return torch.bfloat16 if capability >= 80 else torch.float16
+
+
+def attention_inputs(
+    capability: int, dim: int, int8: bool, rows: int, queries: int, context: int
+) -> tuple[torch.Tensor, LayerCache, AttentionBatch]:
+    """Shapes and types alone matter."""
+    dtype = float_dtype(capability)
+    data = [torch.zeros(2, 16, 8, dim, dtype=torch.int8 if int8 else dtype) for _ in range(2)]
+    scales = [torch.zeros(2, 16, 8, dtype=torch.float16) for _ in range(2)] if int8 else []
+    batch = AttentionBatch(
+        num_decodes=rows if queries == 1 else 0,
+        block_tables=torch.zeros(rows, 7, dtype=torch.int32),
+        context_lens=torch.full((rows,), context, dtype=torch.int32),
+        query_starts=torch.arange(rows + 1, dtype=torch.int32) * queries,
+        max_query_len=queries,
+        max_context_len=context,
+    )
+    return torch.zeros(rows * queries, 16, dim, dtype=dtype), LayerCache(*data, *scales), batch
+
+
+CAPABILITIES = [pytest.param(c, marks=[] if c in (75, 86, 90) else pytest.mark.slow) for c in SHARED_KB]
+DIMS = [pytest.param(dim, marks=[] if dim == 128 else pytest.mark.slow) for dim in (64, 80, 96, 128, 256)]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("kind", ["float", "int8", "int8 many rows"])
+def test_decode_attention(monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, kind: str) -> None:
+    q, cache, batch = attention_inputs(
+        capability, dim, kind != "float", 40 if kind == "int8 many rows" else 2, 1, 100
+    )
+    check_launches(
+        monkeypatch,
+        capability,
+        attention_decode,
+        "_decode_kernel",
+        lambda: attention_decode.decode_attention(q, cache, batch, scale=1.0),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("int8", [False, True])
+def test_decode_attention_with_window_and_softcap(
+    monkeypatch: pytest.MonkeyPatch, capability: int, int8: bool
+) -> None:
+    q, cache, batch = attention_inputs(capability, 128, int8, 2, 1, 100)
+    check_launches(
+        monkeypatch,
+        capability,
+        attention_decode,
+        "_decode_kernel",
+        lambda: attention_decode.decode_attention(q, cache, batch, scale=1.0, window=64, softcap=30.0),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("context", [32, 1024, 8192])
+def test_prefill_attention(
+    monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, int8: bool, context: int
+) -> None:
+    q, cache, batch = attention_inputs(capability, dim, int8, 2, 32, context)
+    check_launches(
+        monkeypatch,
+        capability,
+        attention_prefill,
+        "_prefill_kernel",
+        lambda: attention_prefill.prefill_attention(q, cache, batch, scale=1.0),
+    )
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_prefill_attention_of_a_chat(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+    q, cache, batch = attention_inputs(capability, 128, False, 2, 32, 1024)
+    check_launches(
+        monkeypatch,
+        capability,
+        attention_prefill,
+        "_prefill_kernel",
+        lambda: attention_prefill.prefill_attention(q, cache, batch, scale=1.0),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("int8", [False, True])
+def test_prefill_attention_with_window_and_softcap(
+    monkeypatch: pytest.MonkeyPatch, capability: int, int8: bool
+) -> None:
+    q, cache, batch = attention_inputs(capability, 128, int8, 2, 32, 1024)
+    check_launches(
+        monkeypatch,
+        capability,
+        attention_prefill,
+        "_prefill_kernel",
+        lambda: attention_prefill.prefill_attention(q, cache, batch, scale=1.0, window=64, softcap=30.0),
+    )
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("int8", [False, True])
+def test_store_kv(monkeypatch: pytest.MonkeyPatch, capability: int, int8: bool) -> None:
+    k, cache, _ = attention_inputs(capability, 80, int8, 4, 1, 1)
+    slots = torch.zeros(4, dtype=torch.int64)
+    check_launches(
+        monkeypatch,
+        capability,
+        kv_store,
+        "_store_kernel",
+        lambda: kv_store.store_kv(k[:, :8], k[:, 8:], cache, slots),
+    )
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_norm_rope_and_activation(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+    dtype = float_dtype(capability)
+    x = torch.zeros(8, 1024, dtype=dtype)
+    q = torch.zeros(8, 16, 128, dtype=dtype)
+    positions, angles = torch.zeros(8, dtype=torch.int64), torch.zeros(64, 96)
+    weight = torch.zeros(128, dtype=dtype)
+    for module, name, launch in (
+        (norm_rope, "_norm_kernel", lambda: norm_rope.rms_norm(x, x[0], 1e-6, x)),
+        (norm_rope, "_norm_kernel", lambda: norm_rope.rms_norm(x, x[0], 1e-6, plus_one=True)),
+        (
+            norm_rope,
+            "_rope_kernel",
+            lambda: norm_rope.rope(q, q[:, :8], positions, angles, q_norm=weight, k_norm=weight),
+        ),
+        (activation, "_gate_kernel", lambda: activation.silu_mul(x)),
+        (activation, "_gate_kernel", lambda: activation.gelu_tanh_mul(x)),
+    ):
+        check_launches(monkeypatch, capability, module, name, launch)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_sampling(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+    row = torch.zeros(3)
+    long = torch.zeros(3, dtype=torch.int64)
+    check_launches(
+        monkeypatch,
+        capability,
+        sampling,
+        "_sample_kernel",
+        lambda: sampling.sample_tokens(torch.zeros(3, 1000), row, row.int(), row, row, long, long),
+    )
