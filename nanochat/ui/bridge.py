@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_DELTA_INTERVAL_S = 0.25
+MAX_DELTA_INTERVAL_S = 0.2
 """However slowly a chat draws, its text is passed on this often."""
-COST_FACTOR = 2.0
+COST_FACTOR = 6.0
 """A chat whose last text took t to draw gets the next one no sooner than this times t later."""
 
 

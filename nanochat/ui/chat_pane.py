@@ -68,10 +68,6 @@ class ChatPane(Vertical):
         if self._welcome is not None:
             self._welcome.display = not self.chat.root.children
 
-    def focus_prompt(self) -> None:
-        """Ready for typing."""
-        self._prompt.focus()
-
     def on_show(self) -> None:
         if self._is_stale:
             self._is_stale = False
@@ -89,6 +85,11 @@ class ChatPane(Vertical):
         """Empty the prompt if it still holds this text."""
         if self._prompt.text == text:
             self._prompt.take()
+
+    @property
+    def prompt(self) -> Prompt:
+        """Where the user writes."""
+        return self._prompt
 
     @property
     def has_draft(self) -> bool:

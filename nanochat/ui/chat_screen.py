@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from nanochat.ui.context import DropOffer
 
 POLLS_PER_S = 30
-STATS_PER_S = 6
+STATS_PER_S = 4
 PANEL_COLUMNS = 96
 """A narrower screen, or one with fewer than ``PANEL_ROWS`` rows, has one line instead of the full panel."""
 PANEL_ROWS = 18
@@ -96,19 +96,25 @@ class ChatScreen(Screen[None]):
             self.set_interval(1 / STATS_PER_S, self.show_stats, pause=True),
         ]
         self._choose_panel()
-        await self.add_pane(self.workspace.active)
+        await self._add_pane(self.workspace.active)
+        self.show_active()
 
     def on_resize(self, event: events.Resize) -> None:
         self._choose_panel()
 
     # Tabs and panes
 
-    async def add_pane(self, chat: Chat) -> None:
-        """Show a chat that the workspace has just opened."""
+    async def open_chat(self, chat: Chat) -> None:
+        """Open a chat in a tab, and bring it into view once its pane is there."""
+        self.workspace.add(chat)
+        await self._add_pane(chat)
+        self.workspace.show(chat)
+        self.show_active()
+
+    async def _add_pane(self, chat: Chat) -> None:
         pane = self._panes[chat.id] = ChatPane(chat, self.workspace.slots[chat.id], Welcome(self.load_state))
         self._tab_bar.add(chat.id)
-        await self._switcher.add_content(pane, set_current=True)
-        self.show_active()
+        await self._switcher.add_content(pane)
 
     async def remove_pane(self, chat: Chat) -> None:
         """The workspace has closed a chat."""
@@ -123,7 +129,7 @@ class ChatScreen(Screen[None]):
         """Bring the workspace's active chat into view."""
         chat = self.workspace.active
         self._switcher.current = pane_id(chat.id)
-        self.pane(chat).focus_prompt()
+        self.set_focus(self.pane(chat).prompt)  # at once: the next key may be waiting already
         self.show_stats()
 
     def pane(self, chat: Chat) -> ChatPane:

@@ -12,6 +12,7 @@ from textual.widgets import Static
 from nanochat.engine.progress import Progress
 from nanochat.ui import formatting as fmt
 from nanochat.ui.actions import ACTIONS
+from nanochat.ui.lines import LinesWidget
 from nanochat.ui.sanitize import sanitize_line
 
 BAR_WIDTH = 32
@@ -74,11 +75,24 @@ class Welcome(Static):
         self.update(welcome(state))
 
 
-class Header(Widget):
+def header(state: LoadState, busy: str, width: int) -> Content:
     """Name and model on the left, what the engine is doing on the right."""
+    left = Content.styled("nanochat", "bold $accent") + Content.styled(f"   {state.model or ''}", "$muted")
+    right = Content.styled(busy, "$muted")
+    if state.error is not None:
+        right = Content.styled("no model", "$error")
+    elif state.model is None:
+        progress = state.progress or Progress("Starting")
+        share = f" {fmt.percent(progress.done, progress.total)}" if progress.total else ""
+        right = Content.styled(sanitize_line(progress.stage) + share, "$accent")
+    left = left.truncate(max(0, width - cell_len(right.plain) - 1), ellipsis=True)
+    return left + " " * (width - cell_len(left.plain) - cell_len(right.plain)) + right
+
+
+class Header(LinesWidget):
+    """The line on top."""
 
     DEFAULT_CSS = "Header { height: 1; }"
-    can_focus = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,26 +101,11 @@ class Header(Widget):
 
     def show(self, state: LoadState, busy: str) -> None:
         """Bring up to date."""
-        if (state, busy) != (self._state, self._busy):
-            self._state, self._busy = state, busy
-            self.refresh()
+        self._state, self._busy = state, busy
+        self.show_lines([header(state, busy, self.content_size.width)])
 
-    def render(self) -> Content:
-        state, width = self._state, self.content_size.width
-        left = Content.styled("nanochat", "bold $accent") + Content.styled(
-            f"   {state.model or ''}", "$muted"
-        )
-        right = Content.styled(self._busy, "$muted")
-        if state.error is not None:
-            right = Content.styled("no model", "$error")
-        elif state.model is None:
-            progress = state.progress
-            share = f" {fmt.percent(progress.done, progress.total)}" if progress and progress.total else ""
-            right = Content.styled(
-                f"{sanitize_line(progress.stage) if progress else 'Starting'}{share}", "$accent"
-            )
-        left = left.truncate(max(0, width - cell_len(right.plain) - 1), ellipsis=True)
-        return left + " " * (width - cell_len(left.plain) - cell_len(right.plain)) + right
+    def on_resize(self) -> None:
+        self.show(self._state, self._busy)
 
 
 class KeyBar(Widget):

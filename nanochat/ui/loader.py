@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ENGINE_NICENESS = 5
 REPORT_INTERVAL_S = 0.05
 """Progress within a stage is passed on at most this often."""
 
@@ -49,6 +52,17 @@ class EngineReady(Message):
     engine: Engine
 
 
+def _let_the_screen_go_first() -> None:
+    """Make this thread, and those it starts, give way to the screen's when there are too few cores.
+
+    The engine computes on every core without a pause; a key press should not wait for its turn. Linux
+    counts niceness by thread, and new threads inherit it; elsewhere it would slow the screen too.
+    """
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + ENGINE_NICENESS)
+
+
 class Loader:
     """A daemon thread that posts what it does.
 
@@ -76,6 +90,7 @@ class Loader:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        _let_the_screen_go_first()
         try:
             self._report(Progress("Starting PyTorch"))
             from nanochat.engine.engine import Engine

@@ -62,6 +62,8 @@ class MainScreen(ChatScreen):
             self.notify(f"/{call.name} takes nothing after it.", severity="warning", markup=False)
         else:
             event.pane.take_prompt()
+            if event.pane.chat is not self.chat:  # another tab was chosen while this was on its way
+                self._show(event.pane.chat)
             await self.run_named(call.action, call.argument)
 
     # Asking
@@ -168,12 +170,10 @@ class MainScreen(ChatScreen):
     # Tabs
 
     async def action_new_chat(self) -> None:
-        self.workspace.open(Chat(system=self.system))
-        await self.add_pane(self.chat)
+        await self.open_chat(Chat(system=self.system))
 
     async def action_fork_chat(self) -> None:
-        self.workspace.fork(self.chat)
-        await self.add_pane(self.chat)
+        await self.open_chat(self.workspace.fork(self.chat))
 
     def action_close_chat(self) -> None:
         chat = self.chat

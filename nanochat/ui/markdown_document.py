@@ -43,20 +43,21 @@ class MarkdownDocument:
         self._layout.clear()
 
     def layout(self, width: int) -> int:
-        """Bring :attr:`lines` up to date for a width in cells; returns the first line that may differ."""
+        """Bring :attr:`lines` up to date for a width in cells; returns the first line that has changed."""
         if width != self.width:
             self.width = width
             self._forget_layout()
         if self._is_current:
             return len(self.lines)
-        first = self._closed_lines
+        start = self._closed_lines
+        before = self.lines[start:]
         if self._new_line_came:
             self._close_blocks()
             self._new_line_came = False
         del self.lines[self._closed_lines :]
         self._add(self.source[self._open_start :])
         self._is_current = True
-        return first
+        return start + _common_length(before, self.lines[start:])
 
     def _close_blocks(self) -> None:
         """Lay out for good every block that another one follows.
@@ -87,3 +88,11 @@ class MarkdownDocument:
         self._closed_lines = 0
         self._is_current = False
         self._new_line_came = True
+
+
+def _common_length(before: list[Line], after: list[Line]) -> int:
+    """How many lines at the beginning look the same."""
+    for index, (old, new) in enumerate(zip(before, after, strict=False)):
+        if old is not new and not (old.fill == new.fill and old.content.is_same(new.content)):
+            return index
+    return min(len(before), len(after))

@@ -84,15 +84,15 @@ class MarkdownView(Widget):
             return
         before = len(self._document.lines)
         first = self._document.layout(width)
+        if self._is_live:
+            first = min(first, max(0, before - 1))  # the cursor stood there
         self._forget_strips(first)
         if len(self._document.lines) != before:
             self.refresh(layout=True)
-        else:
+        elif first < before:
             self.refresh(Region(0, first, self.size.width, before - first))
 
     def _forget_strips(self, first: int) -> None:
-        if first == 0:
-            self._strips.clear()
         for y in [y for y in self._strips if y >= first]:
             del self._strips[y]
 
@@ -109,7 +109,7 @@ class MarkdownView(Widget):
     def render_line(self, y: int) -> Strip:
         width = self.content_size.width
         if y >= len(self._document.lines):
-            return Strip.blank(width, self.rich_style)
+            return Strip.blank(width, self._style("").rich_style)
         if (strip := self._strips.get(y)) is None:
             if len(self._strips) >= MAX_STRIPS:
                 self._strips.clear()
@@ -117,37 +117,32 @@ class MarkdownView(Widget):
         return strip
 
     def _draw(self, line: Line, y: int, width: int) -> Strip:
-        content = line.content
+        content, base = line.content, self._style("")
         if self._is_live and y == len(self._document.lines) - 1 and cell_len(content.plain) < width:
             content = content + Content.styled(CURSOR, "$accent")
         if (selection := self.text_selection) is not None and (span := selection.get_span(y)) is not None:
             start, end = span
-            content = content.stylize(
-                self.screen.get_visual_style("screen--selection"), start, len(content) if end == -1 else end
-            )
-        base = self.visual_style
-        if not line.fill:
-            return (
-                _strip(content.render(base, "", self._style))
-                .extend_cell_length(width, self.rich_style)
-                .apply_offsets(0, y)
-            )
-        fill = self.get_visual_style(f"markdown--{line.fill[1:]}")  # partial styles have no background
-        before, inside = content[: line.offset], content[line.offset :]
-        strip = _strip(inside.render(fill, "", self._style)).extend_cell_length(
-            width - line.offset, fill.rich_style
-        )
+            style = self.screen.get_visual_style("screen--selection")
+            content = content.stylize(style, start, len(content) if end == -1 else end)
+        rest = self._style(line.fill, is_fill=True) if line.fill else base
+        strip = _strip(content[line.offset :].render(rest, "", self._style))
+        strip = strip.extend_cell_length(width - line.offset, rest.rich_style)
         if line.offset:
-            strip = Strip.join([_strip(before.render(base, "", self._style)), strip])
+            strip = Strip.join([_strip(content[: line.offset].render(base, "", self._style)), strip])
         return strip.apply_offsets(0, y)
 
-    def _style(self, name: str | Style) -> Style:
-        """A style by its name in the layout (``.strong``), or any other style Textual knows."""
+    def _style(self, name: str | Style, *, is_fill: bool = False) -> Style:
+        """A style by its name in the layout (``.strong``), or any other style Textual knows.
+
+        The empty name is the widget's own style. Styles that fill include the background.
+        """
         if isinstance(name, Style):
             return name
         if (style := self._styles.get(name)) is None:
-            if name.startswith("."):
-                style = self.get_visual_style(f"markdown--{name[1:]}", partial=True)
+            if not name:
+                style = self.visual_style
+            elif name.startswith("."):
+                style = self.get_visual_style(f"markdown--{name[1:]}", partial=not is_fill)
             else:
                 style = Style.parse(name)
             self._styles[name] = style

@@ -64,6 +64,10 @@ def live_footer(chat: Chat, num_tokens: int) -> Content:
     return Content(words.get(chat.phase, "…"))
 
 
+def _num_lines(content: object, width: int) -> int:
+    return content.get_height({}, width) if isinstance(content, Content) and width else 0
+
+
 class UserMessage(Static):
     """What the user wrote, with a bar in the tab's colour."""
 
@@ -178,7 +182,11 @@ class AnswerMessage(Vertical):
             footer = live_footer(self._chat, self.message.answer.num_tokens)
         else:
             footer = Content("")
-        self._footer.update(footer)
+        before = self._footer.content
+        if not (isinstance(before, Content) and before.is_same(footer)):
+            # Laying the screen out anew costs more than anything else; a line that stays one needs none.
+            width = self._footer.size.width
+            self._footer.update(footer, layout=_num_lines(before, width) != _num_lines(footer, width))
 
     def finish(self) -> None:
         """The message has its output."""

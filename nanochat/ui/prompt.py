@@ -33,6 +33,7 @@ class Prompt(TextArea):
         super().__init__(
             text, soft_wrap=True, tab_behavior="focus", placeholder=placeholder, highlight_cursor_line=False
         )
+        self.cursor_blink = False  # each blink would redraw the screen while answers stream
         self._folded: dict[str, str] = {}
         self.border_subtitle = HINT
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from rich.cells import cell_len
 from textual.content import Content
-from textual.widget import Widget
 
 from nanochat.engine.stats import BlockMap, EngineStats
 from nanochat.ui import block_map as blocks
 from nanochat.ui import formatting as fmt
+from nanochat.ui.lines import LinesWidget
 from nanochat.ui.theme import tab_colour
 
 HISTORY = 240
@@ -233,46 +233,47 @@ def _context_lines(snapshot: Snapshot, width: int) -> list[Content]:
     return [_spread(title, _context_amount(snapshot), width), _bar_line(share, width, style)]
 
 
-class StatsPanel(Widget):
-    """The panel beside the chat; draws nothing until it is given a snapshot."""
+class StatsPanel(LinesWidget):
+    """The panel beside the chat."""
 
     DEFAULT_CSS = "StatsPanel { height: 1fr; }"
-    can_focus = False
 
-    def __init__(self, history: History, *, id: str | None = None) -> None:
-        super().__init__(id=id)
+    def __init__(self, history: History) -> None:
+        super().__init__()
         self._history = history
         self._snapshot: Snapshot | None = None
 
     def show(self, snapshot: Snapshot) -> None:
         """Draw this one."""
         self._snapshot = snapshot
-        self.refresh()
+        self._redraw()
 
-    def render(self) -> Content:
-        if self._snapshot is None:
-            return _label("Statistics appear here once the model is loaded.")
+    def on_resize(self) -> None:
+        self._redraw()
+
+    def _redraw(self) -> None:
         width, height = self.content_size
-        return Content("\n").join(panel(self._snapshot, self._history, width, height))
+        if self._snapshot is not None:
+            self.show_lines(panel(self._snapshot, self._history, width, height))
+        else:
+            self.show_lines(_label("Statistics appear here once the model is loaded.").wrap(max(1, width)))
 
 
-class StatsLine(Widget):
-    """The panel's stand-in on a narrow screen: one line."""
+class StatsLine(LinesWidget):
+    """The panel's stand-in on a narrow screen."""
 
     DEFAULT_CSS = "StatsLine { height: 1; }"
-    can_focus = False
 
-    def __init__(self, history: History, *, id: str | None = None) -> None:
-        super().__init__(id=id)
+    def __init__(self, history: History) -> None:
+        super().__init__()
         self._history = history
         self._snapshot: Snapshot | None = None
 
     def show(self, snapshot: Snapshot) -> None:
         """Draw this one."""
         self._snapshot = snapshot
-        self.refresh()
+        self.show_lines([one_line(snapshot, self._history, self.content_size.width)])
 
-    def render(self) -> Content:
-        if self._snapshot is None:
-            return Content("")
-        return one_line(self._snapshot, self._history, self.content_size.width)
+    def on_resize(self) -> None:
+        if self._snapshot is not None:
+            self.show(self._snapshot)

@@ -14,14 +14,13 @@ class Workspace:
         self.slots: dict[int, int] = {}
         """Colour slot by chat id."""
         self.active = first
-        self.open(first)
+        self.add(first)
 
-    def open(self, chat: Chat) -> None:
-        """Add a chat at the end, in a colour that the fewest others have, and bring it into view."""
+    def add(self, chat: Chat) -> None:
+        """Open a chat at the end, out of view, in a colour that the fewest others have."""
         used = list(self.slots.values())
         self.slots[chat.id] = min(range(NUM_TAB_COLOURS), key=lambda slot: (used.count(slot), slot))
         self.chats.append(chat)
-        self.show(chat)
 
     def show(self, chat: Chat) -> None:
         """Bring a chat into view."""
@@ -52,10 +51,9 @@ class Workspace:
         return self.chats.index(chat) + 1
 
     def fork(self, chat: Chat) -> Chat:
-        """A copy of a chat, opened."""
+        """A copy of a chat, named after its tab; not open yet."""
         other = chat.fork()
         other.title = f"Fork of {self.number(chat)}" if chat.title != NEW_TITLE else NEW_TITLE
-        self.open(other)
         return other
 
     @property

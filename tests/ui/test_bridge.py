@@ -10,7 +10,7 @@ from textual.message import Message
 from nanochat.engine.handle import RequestHandle
 from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput
 from nanochat.errors import InvalidOption
-from nanochat.ui.bridge import MAX_DELTA_INTERVAL_S, AnswerEnded, AnswerGrew, Bridge
+from nanochat.ui.bridge import COST_FACTOR, MAX_DELTA_INTERVAL_S, AnswerEnded, AnswerGrew, Bridge
 from nanochat.ui.sampling_commands import describe, parse_setting
 
 OUTPUT = RequestOutput("ab", [1, 2], "stop", None, None, RequestMetrics())
@@ -66,11 +66,11 @@ def test_the_end_comes_after_the_last_text_and_ends_the_polling(
 def test_slow_drawing_delays_the_next_text_but_not_the_end(bridge: Bridge, posted: list[Message]) -> None:
     live = handle()
     bridge.track(1, live)
-    bridge.report_cost(1, 0.05, now_s=100.0)
+    bridge.report_cost(1, 0.01, now_s=100.0)
     live.push(Event("a", (1,)))
-    bridge.poll(now_s=100.09)
+    bridge.poll(now_s=100.0 + 0.01 * COST_FACTOR - 0.001)
     assert posted == []
-    bridge.poll(now_s=100.11)
+    bridge.poll(now_s=100.0 + 0.01 * COST_FACTOR + 0.001)
     assert len(posted) == 1
     bridge.report_cost(1, 60.0, now_s=101.0)
     live.push(Event("b", (2,)))

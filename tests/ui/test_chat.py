@@ -141,7 +141,8 @@ def test_tabs_keep_their_order_and_colours() -> None:
     workspace = Workspace(first)
     others = [Chat() for _ in range(3)]
     for chat in others:
-        workspace.open(chat)
+        workspace.add(chat)
+    assert workspace.active is first
     assert [workspace.slots[chat.id] for chat in workspace.chats] == [0, 1, 2, 3]
     workspace.show(others[0])
     assert workspace.neighbour(-1) is first
@@ -149,7 +150,8 @@ def test_tabs_keep_their_order_and_colours() -> None:
     workspace.close(others[0])
     assert workspace.active is others[1]
     newest = Chat()
-    workspace.open(newest)
+    workspace.add(newest)
+    workspace.show(newest)
     assert workspace.slots[newest.id] == 1
     workspace.close(newest)
     assert workspace.active is others[2]
@@ -159,4 +161,3 @@ def test_tabs_keep_their_order_and_colours() -> None:
 def test_a_fork_is_named_after_its_tab() -> None:
     workspace = Workspace(answered(Chat(), ("q", "a")))
     assert workspace.fork(workspace.active).title == "Fork of 1"
-    assert workspace.number(workspace.active) == 2

@@ -104,6 +104,15 @@ async def test_tabs_open_close_and_are_reached_by_keys_and_mouse(tiny_llama: Pat
         assert driver.prompt.has_focus
 
 
+async def test_keys_typed_right_after_opening_a_tab_go_to_it(tiny_llama: Path) -> None:
+    async with started(tiny_llama, hold=True) as driver:
+        await driver.press("ctrl+n", *"fast", "enter", "ctrl+n", *"er")
+        await driver.until(lambda: driver.prompt.text == "er")
+        chats = driver.app.main_screen.workspace.chats
+        assert [chat.path[0].text for chat in chats if chat.path] == ["fast"]
+        assert chats[1].path
+
+
 async def test_a_draft_stays_with_its_chat(tiny_llama: Path) -> None:
     async with started(tiny_llama, hold=True) as driver:
         await driver.write("half a thou")
