@@ -143,7 +143,7 @@ def _sample_kernel(
         if top_k > 0:
             is_copy = top_k <= count
         elif top_p < 1.0:
-            is_copy = mass >= top_p * total
+            is_copy = (count > 0) & (mass >= top_p * total)
         else:
             is_copy = tl.exp(-(last_bin + 1) / _BINS_PER_UNIT) < min_p * 0.999
         if is_copy:
