@@ -131,8 +131,10 @@ class TestPrefixIndex:
         pool = BlockPool(4, 2)
         first, second = write(pool, [1, 2]), write(pool, [1, 2])
         pool.release(second)
-        pool.allocate(3)
+        others = pool.allocate(3)
+        assert second[0] in others
         assert find(pool, [1, 2]) == first
+        pool.check([first, others])
 
     def test_each_token_is_hashed_once_in_a_growing_request(self, monkeypatch: pytest.MonkeyPatch) -> None:
         hashed = []

@@ -234,7 +234,10 @@ class TestOverlappedSteps:
             rig.plan()
         assert [rig.commit() for _ in range(4)] == [[(request, answer[0])], [(request, answer[1])], [], []]
         assert request.finish_reason == "stop"
-        assert rig.pool.num_used == 0
+        assert (rig.pool.num_used, rig.pool.num_cached) == (
+            0,
+            2,
+        )  # the rehearsal's: a dropped token filled this one's second
 
     def test_steps_are_collected_in_order(self) -> None:
         rig = Rig()

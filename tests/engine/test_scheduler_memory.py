@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 
 import pytest
 
-from nanochat.engine.block_pool import BlockPool
-from nanochat.engine.config import SamplingParams
-from nanochat.engine.kv_cache_manager import KVCacheManager
-from nanochat.engine.request import Request, RequestStatus
+from nanochat.engine.request import RequestStatus
 from tests.engine.scheduling import Rig, scheduled, tokens
 
 
 class TestAllocation:
-    @pytest.mark.parametrize("seed", range(10))
-    def test_the_fit_equals_a_block_by_block_search(self, seed: int) -> None:
-        randoms = random.Random(seed)
-        for _ in range(50):
-            pool = BlockPool(randoms.randint(4, 20), randoms.randint(1, 8))
-            manager = KVCacheManager(pool, 2)
-            request = Request(1, list(range(200)), SamplingParams())
-            manager.grow(request, randoms.randint(1, 2 * pool.block_size))
-            request.num_computed_tokens = randoms.randint(0, len(request.block_table) * pool.block_size)
-            pool.allocate(randoms.randint(0, pool.num_free))
-            length = 0
-            while -(-(request.num_computed_tokens + length + 1) // pool.block_size) <= (
-                len(request.block_table) + pool.num_free
-            ):
-                length += 1
-            assert manager.room(request) == length
-            before = pool.num_free
-            assert manager.grow(request, length) == before
-            assert pool.num_free == 0
-
     def test_a_second_identical_prompt_of_300_tokens_computes_12(self) -> None:
         rig = Rig(num_blocks=64, block_size=16, budget=512)
         for _ in range(2):
