@@ -68,7 +68,7 @@ def load_settings(file: Path | None = None) -> Settings:
         raise InvalidOption(f"The settings file {path} can't be read: {error}.") from error
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers with thousands of digits, and deep nesting
         raise InvalidOption(f"The settings file {path} isn't valid TOML: {error}.") from error
     return _parse(content, path)
 

@@ -40,6 +40,10 @@ def test_no_default_file_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("text", "sentence"),
     [
         ("[engine\n", "isn't valid TOML"),
+        ("system = " + "[" * 5_000, "isn't valid TOML"),
+        ("system = 1" + "0" * 5_000, "isn't valid TOML"),
+        ("[sampling]\nstop = 5\n", "stop must be one or more texts"),
+        ('[engine]\nprefix_caching = "no"\n', "prefix_caching must be true or false"),
         ("[engine]\nblocksize = 3\n", '[engine] "blocksize" in'),
         ("colour = 1\n", '"colour" in'),
         ("[engine]\nblock_size = 0\n", "block_size must be a whole number"),

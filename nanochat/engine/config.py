@@ -6,7 +6,6 @@ Knows nothing of torch, models or threads.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -37,12 +36,14 @@ def _require_int(name: str, value: object, low: int, high: int | None = None) ->
 
 def _require_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
     """``low <= value <= high``, or ``low < value <= high`` with ``above``."""
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool)  # comparing also refuses a NaN
     ok = ok and (value > low if above else value >= low) and value <= high  # type: ignore[operator]
     bound = f"above {low:g}" if above else f"at least {low:g}"
-    if math.isfinite(high):
-        bound += f" and at most {high:g}"
-    _require(ok, f"{name} must be a number {bound}, not {value!r}.")
+    _require(ok, f"{name} must be a number {bound} and at most {high:g}, not {value!r}.")
+
+
+def _require_flag(name: str, value: object) -> None:
+    _require(isinstance(value, bool), f"{name} must be true or false, not {value!r}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +79,15 @@ class EngineConfig:
         _require_choice("kv_dtype", self.kv_dtype, KVDType)
         _require_int("block_size", self.block_size, 1, 1024)
         if self.num_kv_blocks is not None:
-            _require_int("num_kv_blocks", self.num_kv_blocks, 1)
+            _require_int("num_kv_blocks", self.num_kv_blocks, 1, 2**31 - 1)  # block tables are int32
         if self.max_model_len is not None:
             _require_int("max_model_len", self.max_model_len, 2)
         _require_int("max_num_seqs", self.max_num_seqs, 1, 65536)
         _require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _require_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, above=True)
         _require_int("tensor_parallel_size", self.tensor_parallel_size, 1)
+        _require_flag("prefix_caching", self.prefix_caching)
+        _require_flag("cuda_graphs", self.cuda_graphs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +118,14 @@ class SamplingParams:
         _require_number("min_p", self.min_p, 0, 1)
         _require_number("repetition_penalty", self.repetition_penalty, 0, 100, above=True)
         _require_int("max_tokens", self.max_tokens, 1)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         _require(
-            all(isinstance(text, str) and text for text in stop),
+            isinstance(stop, (list, tuple)) and all(isinstance(text, str) and text for text in stop),
             "stop must be one or more texts that are not empty.",
         )
-        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop", tuple(stop))
         if self.seed is not None:
             _require_int("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
             _require_int("logprobs", self.logprobs, 0, 20)
+        _require_flag("ignore_eos", self.ignore_eos)

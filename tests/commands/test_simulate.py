@@ -63,7 +63,7 @@ def test_a_trace_as_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None
     ("options", "sentence"),
     [
         (["--trace", "none.csv"], "can't be read"),
-        (["--trace", "{trace}", "--kv-blocks", "0"], "num_kv_blocks must be a whole number at least 1"),
+        (["--trace", "{trace}", "--kv-blocks", "0"], "num_kv_blocks must be a whole number between 1"),
         (["--trace", "{trace}", "--speed", "0"], "--speed and --step-ms must be above 0"),
         (["--trace", "{trace}", "--speed", "nan"], "--speed and --step-ms must be above 0"),
         (["--trace", "{trace}", "--shared-prefix", "-1"], "--shared-prefix at least 0"),
