@@ -1,0 +1,214 @@
+"""Engine throughput and latency on fixed workloads: random token ids, everything submitted at once.
+
+The model has the shape of Qwen3-0.6B and random weights made from a seed (``--shape tiny`` for a dry run on
+a CPU), so that nothing is downloaded. E1 is the offline batch that nano-vllm publishes: 256 requests of
+100 to 1,024 tokens in and out, temperature 0.6.
+
+    python benchmarks/engine.py --json benchmarks/results/engine.json
+    python benchmarks/engine.py --workload E3 --kv int8
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from nanochat import Engine, EngineConfig, SamplingParams
+
+SHAPES: dict[str, dict[str, int]] = {
+    "qwen3-0.6b": {
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "tiny": {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests submitted at once: how many, tokens in and out (a range is drawn evenly)."""
+
+    requests: int
+    tokens_in: tuple[int, int]
+    tokens_out: tuple[int, int]
+    temperature: float = 0.0
+
+
+WORKLOADS: dict[str, Workload] = {
+    "E1": Workload(256, (100, 1024), (100, 1024), temperature=0.6),
+    "E2-8x32": Workload(8, (32, 32), (16, 16)),
+    "E2-8x128": Workload(8, (128, 128), (16, 16)),
+    "E2-8x256": Workload(8, (256, 256), (16, 16)),
+    "E3": Workload(1, (128, 128), (512, 512)),
+    "E4": Workload(32, (512, 512), (256, 256)),
+    "E5a": Workload(1, (30_000, 30_000), (128, 128)),
+    "E5b": Workload(8, (8_000, 8_000), (128, 128)),
+}
+
+
+def write_random_model(folder: Path, shape: dict[str, int], seed: int = 0) -> Path:
+    """A Qwen3 model of this shape in Hugging Face form, with random BF16 weights; returns its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "eos_token_id": 0,
+        "torch_dtype": "bfloat16",
+        **shape,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, size in _tensor_shapes(shape).items():
+        if len(size) == 1:
+            weights[name] = torch.ones(size, dtype=torch.bfloat16)
+        else:
+            weights[name] = (torch.randn(size, generator=generator) / size[1] ** 0.5).bfloat16()
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    vocab = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder
+
+
+def _tensor_shapes(shape: dict[str, int]) -> dict[str, tuple[int, ...]]:
+    hidden, inner, head_dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    queries, keys = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape["vocab_size"], hidden)}
+    for layer in range(shape["num_hidden_layers"]):
+        name = f"model.layers.{layer}"
+        shapes |= {
+            f"{name}.input_layernorm.weight": (hidden,),
+            f"{name}.self_attn.q_proj.weight": (queries, hidden),
+            f"{name}.self_attn.k_proj.weight": (keys, hidden),
+            f"{name}.self_attn.v_proj.weight": (keys, hidden),
+            f"{name}.self_attn.o_proj.weight": (hidden, queries),
+            f"{name}.self_attn.q_norm.weight": (head_dim,),
+            f"{name}.self_attn.k_norm.weight": (head_dim,),
+            f"{name}.post_attention_layernorm.weight": (hidden,),
+            f"{name}.mlp.gate_proj.weight": (inner, hidden),
+            f"{name}.mlp.up_proj.weight": (inner, hidden),
+            f"{name}.mlp.down_proj.weight": (hidden, inner),
+        }
+    return shapes | {"model.norm.weight": (hidden,)}
+
+
+def run(engine: Engine, workload: Workload, vocab_size: int, seed: int) -> dict[str, float]:
+    """Submit everything, wait for everything. TTFT is the mean over requests; rates are of the whole."""
+    rng = random.Random(seed)
+    prompts = [
+        [rng.randrange(vocab_size) for _ in range(rng.randint(*workload.tokens_in))]
+        for _ in range(workload.requests)
+    ]
+    outs = [rng.randint(*workload.tokens_out) for _ in range(workload.requests)]
+    started = time.perf_counter()
+    handles = [
+        engine.submit(
+            prompt,
+            SamplingParams(temperature=workload.temperature, max_tokens=out, ignore_eos=True, seed=index),
+        )
+        for index, (prompt, out) in enumerate(zip(prompts, outs, strict=True))
+    ]
+    outputs = [handle.result() for handle in handles]
+    wall_s = time.perf_counter() - started
+    ttft_s = statistics.mean(output.metrics.ttft_s or 0.0 for output in outputs)
+    last_ttft_s = max(output.metrics.ttft_s or 0.0 for output in outputs)
+    generated = sum(len(output.token_ids) for output in outputs)
+    return {
+        "wall_s": wall_s,
+        "output_tok_s": generated / wall_s,
+        "ttft_ms": ttft_s * 1e3,
+        "ttft_last_ms": last_ttft_s * 1e3,
+        "decode_tok_s": (generated - len(outputs)) / max(wall_s - last_ttft_s, 1e-9),
+        "preemptions": float(sum(output.metrics.preemptions for output in outputs)),
+    }
+
+
+def hardware() -> dict[str, str]:
+    """What a figure needs beside it to mean anything."""
+    import triton
+
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    return {
+        "device": card or platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--workload", choices=WORKLOADS, action="append", help="repeatable; default: all")
+    parser.add_argument("--kv", choices=["auto", "int8"], default="auto")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each; the median is reported")
+    parser.add_argument("--max-seqs", type=int, default=256)
+    parser.add_argument("--max-batched-tokens", type=int, default=8192)
+    parser.add_argument("--json", type=Path, help="write the report here")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        config = EngineConfig(
+            model=str(write_random_model(Path(folder) / "model", SHAPES[args.shape])),
+            kv_dtype=args.kv,
+            max_num_seqs=args.max_seqs,
+            max_num_batched_tokens=args.max_batched_tokens,
+            prefix_caching=False,  # the prompts of repeated runs would otherwise be found in it
+        )
+        started = time.perf_counter()
+        with Engine(config) as engine:
+            report: dict[str, Any] = {**hardware(), "shape": args.shape, "kv": engine.kv_dtype_name}
+            report["load_s"] = time.perf_counter() - started
+            report["options"] = {key: str(value) for key, value in asdict(config).items() if key != "model"}
+            report["workloads"] = {}
+            for name in args.workload or WORKLOADS:
+                workload, vocab_size = WORKLOADS[name], SHAPES[args.shape]["vocab_size"]
+                run(engine, workload, vocab_size, seed=0)  # compiles and warms up
+                runs = [run(engine, workload, vocab_size, seed) for seed in range(1, args.repeat + 1)]
+                median = {key: statistics.median(each[key] for each in runs) for key in runs[0]}
+                report["workloads"][name] = median
+                print(name, {key: round(value, 2) for key, value in median.items()}, flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
