@@ -1,4 +1,7 @@
-"""Where a model runs and in which type: turns "auto" into a choice that is fast on this machine."""
+"""Where a model runs and in which type: turns "auto" into a choice that is fast on this machine.
+
+Also tells a device's lack of memory from its other errors.
+"""
 
 from __future__ import annotations
 
@@ -51,3 +54,12 @@ def _cpu_multiplies_bf16() -> bool:
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.bfloat16`` as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the machine has run out of memory."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # The CPU's allocator and the CUDA driver have no type of their own for it.
+    words = ("allocate memory", "out of memory", "not enough memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in words)

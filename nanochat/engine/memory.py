@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from nanochat.engine.config import EngineConfig
-from nanochat.engine.device import dtype_name
+from nanochat.engine.device import dtype_name, is_out_of_memory
 from nanochat.engine.models.families import ModelConfig
 from nanochat.errors import InvalidOption, NotEnoughMemory
 from nanochat.kernels.cache import LayerCache
@@ -34,9 +34,19 @@ def allocate_caches(
     """One empty cache a layer.
 
     Raises:
-        NotEnoughMemory: the device refuses.
+        NotEnoughMemory: it doesn't fit the device.
     """
     shape = (num_blocks, block_size, model.num_kv_heads, model.head_dim)
+    block_bytes = block_size * kv_bytes_per_token(model, kv_dtype)
+    free_bytes = free_cpu_bytes() if device.type == "cpu" else _unallocated_gpu_bytes(device)
+    too_large = NotEnoughMemory(
+        f"A KV cache of {num_blocks:,} blocks takes {_size(num_blocks * block_bytes)}, and "
+        f"{_size(free_bytes)} are free: {free_bytes // block_bytes:,} blocks would fit. Ask for fewer with "
+        "--kv-blocks, or use --kv int8."
+    )
+    # A CPU's memory is handed out on credit: only the bill, much later, would show that it isn't there.
+    if num_blocks * block_bytes > free_bytes:
+        raise too_large
 
     def layer() -> LayerCache:
         k = torch.empty(shape, dtype=kv_dtype, device=device)
@@ -48,12 +58,10 @@ def allocate_caches(
 
     try:
         return [layer() for _ in range(model.num_layers)]
-    except (torch.OutOfMemoryError, RuntimeError) as error:
-        size = num_blocks * block_size * kv_bytes_per_token(model, kv_dtype)
-        raise NotEnoughMemory(
-            f"A KV cache of {num_blocks:,} blocks ({_size(size)}) doesn't fit; "
-            "ask for fewer with --kv-blocks, or use --kv int8."
-        ) from error
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise too_large from error
+        raise
 
 
 def choose_num_blocks(
@@ -87,10 +95,14 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: i
 
     Raises:
         InvalidOption: the user's wish is over the model's limit.
-        NotEnoughMemory: it is over the cache's.
+        NotEnoughMemory: it is over the cache's, or the cache holds a single token.
     """
     capacity = num_blocks * config.block_size
     wish = config.max_model_len
+    if capacity < 2:
+        raise NotEnoughMemory(
+            "A KV cache for 1 token has no room for a prompt and an answer; ask for more --kv-blocks."
+        )
     if wish is None:
         return min(model.max_position_embeddings, capacity)
     if wish > model.max_position_embeddings:
@@ -108,7 +120,7 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: i
 
 def free_cpu_bytes() -> int:
     """Memory that programs can still take without swapping."""
-    import psutil
+    import psutil  # type: ignore[import-untyped]
 
     return int(psutil.virtual_memory().available)
 
@@ -118,10 +130,14 @@ def free_gpu_bytes(device: torch.device, utilization: float, step_peak_bytes: in
 
     ``mem_get_info`` counts other processes' memory as used, so theirs is respected and never taken as ours.
     """
-    free, total = torch.cuda.mem_get_info(device)
+    total = torch.cuda.mem_get_info(device)[1]
+    return _unallocated_gpu_bytes(device) - int(total * (1 - utilization)) - step_peak_bytes
+
+
+def _unallocated_gpu_bytes(device: torch.device) -> int:
+    """What no process has taken, and what this one has reserved for tensors yet to come."""
     reserved_but_idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    unusable = int(total * (1 - utilization))
-    return int(free) + reserved_but_idle - unusable - step_peak_bytes
+    return int(torch.cuda.mem_get_info(device)[0]) + reserved_but_idle
 
 
 def _size(num_bytes: int) -> str:
