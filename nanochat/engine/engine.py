@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import random
 import threading
 import time
@@ -22,13 +23,14 @@ from nanochat.engine.block_pool import BlockPool
 from nanochat.engine.chat_template import encode_messages
 from nanochat.engine.config import EngineConfig, SamplingParams
 from nanochat.engine.detokenizer import Detokenizer
-from nanochat.engine.device import dtype_name
+from nanochat.engine.device import dtype_name, is_out_of_memory
 from nanochat.engine.handle import RequestHandle
 from nanochat.engine.live_request import LiveRequest
 from nanochat.engine.loading import LoadedModel, load_model
 from nanochat.engine.memory import kv_bytes_per_token
 from nanochat.engine.outputs import TokenLogprobs
 from nanochat.engine.progress import ProgressCallback, ignore_progress
+from nanochat.engine.prompt_encoding import encodable
 from nanochat.engine.recorder import Recorder
 from nanochat.engine.request import FinishReason, Request, RequestStatus
 from nanochat.engine.runner import StepResult
@@ -125,6 +127,7 @@ class Engine:
             InvalidOption: it is empty, or not a prompt.
             EngineClosed: the engine has been closed, or its thread has died.
         """
+        arrival_s = time.monotonic()
         params = params if params is not None else SamplingParams()
         token_ids = self._encode(prompt)
         self._scheduler.check_fits(len(token_ids))
@@ -134,7 +137,7 @@ class Engine:
             params=params,
             eos_token_ids=self._model.eos_token_ids,
             sampling_seed=params.seed if params.seed is not None else self._random.getrandbits(63),
-            arrival_s=time.monotonic(),
+            arrival_s=arrival_s,
         )
         handle = RequestHandle(request.request_id, self._cancel)
         live = LiveRequest(request, handle, Detokenizer(self.tokenizer, params.stop))
@@ -174,17 +177,28 @@ class Engine:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            token_ids = list(self.tokenizer.encode(prompt))
-        elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
-            token_ids = encode_messages(self.tokenizer, prompt)  # type: ignore[arg-type]
+            token_ids = list(self.tokenizer.encode(encodable(prompt)))
         else:
-            token_ids = [int(token) for token in prompt]  # type: ignore[arg-type]
+            token_ids = self._encode_items(prompt)
         if not token_ids:
             raise InvalidOption("The prompt is empty; give at least one token.")
         vocab_size = self._model.config.vocab_size
         if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             raise InvalidOption(f"Token ids must lie between 0 and {vocab_size - 1} for this model.")
         return token_ids
+
+    def _encode_items(self, prompt: Any) -> list[int]:
+        try:
+            if isinstance(prompt, (bytes, Mapping)):
+                raise TypeError("a sequence, but of nothing that a prompt is made of")
+            items = list(prompt)
+            if items and isinstance(items[0], Mapping):
+                return encode_messages(self.tokenizer, items)
+            return [operator.index(token) for token in items]
+        except TypeError as error:
+            raise InvalidOption(
+                "A prompt must be text, a list of token ids, or a list of messages with role and content."
+            ) from error
 
     def _cancel(self, request_id: int) -> None:
         with self._inbox_condition:
@@ -199,7 +213,9 @@ class Engine:
             with torch.inference_mode():
                 while self._take_inbox():
                     self._step()
-        except Exception as error:
+        except (
+            BaseException
+        ) as error:  # a panic in native code is no Exception, and callers wait all the same
             logger.exception("the step thread died")
             ending = ("error", f"The engine stopped on an internal error ({error}); restart nanochat.")
         self._end_everything(*ending)
@@ -213,8 +229,9 @@ class Engine:
             submitted, self._submitted = self._submitted, []
             cancelled, self._cancelled = self._cancelled, []
             closed = self._closed_because is not None
+        # All first: whatever goes wrong from here on, every one of them gets its end.
+        self._live.update((live.request.request_id, live) for live in submitted)
         for live in submitted:
-            self._live[live.request.request_id] = live
             with self._lock:
                 self._scheduler.add(live.request)
         for request_id in cancelled:
@@ -241,8 +258,7 @@ class Engine:
         try:
             result = self._model.runner.run(plan)
         except Exception as error:
-            logger.exception("step %d failed", plan.step)
-            self._fail(plan, error)
+            self._fail(plan, _why_failed(plan, error))
         else:
             self._commit(plan, result, started)
 
@@ -275,11 +291,11 @@ class Engine:
         else:
             live.emit()
 
-    def _fail(self, plan: StepPlan, error: Exception) -> None:
+    def _fail(self, plan: StepPlan, why: str) -> None:
         with self._lock:
             failed = self._scheduler.fail(plan, time.monotonic())
         for request in failed:
-            self._deliver_end(self._live[request.request_id], f"This step failed: {error}. Try again.")
+            self._deliver_end(self._live[request.request_id], why)
 
     def _finish(self, live: LiveRequest, reason: FinishReason, error: str | None = None) -> None:
         with self._lock:
@@ -308,6 +324,19 @@ class Engine:
                 logger.exception("request %d could not be taken off the scheduler", live.request.request_id)
                 live.request.finish_reason = reason
                 live.end(because)
+
+
+def _why_failed(plan: StepPlan, error: Exception) -> str:
+    """A sentence for the callers; what isn't plainly a lack of memory also goes to the log, with its trace."""
+    if is_out_of_memory(error):
+        logger.info("step %d of %d tokens ran out of memory: %s", plan.step, plan.num_tokens, error)
+        return (
+            f"There wasn't enough memory for a step of {plan.num_tokens:,} tokens. Close other programs, or "
+            "start with fewer --max-batched-tokens or --kv-blocks."
+        )
+    logger.exception("step %d failed", plan.step)
+    reason = " ".join(str(error).split())[:300].rstrip(".")
+    return f"This step failed: {reason or type(error).__name__}. Try again."
 
 
 def _make_scheduler(config: EngineConfig, model: LoadedModel) -> Scheduler:

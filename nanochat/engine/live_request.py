@@ -6,10 +6,14 @@ about who runs.
 
 from __future__ import annotations
 
+import logging
+
 from nanochat.engine.detokenizer import Detokenizer
 from nanochat.engine.handle import RequestHandle
 from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput, TokenLogprobs
 from nanochat.engine.request import Request
+
+logger = logging.getLogger(__name__)
 
 
 class LiveRequest:
@@ -27,10 +31,12 @@ class LiveRequest:
     def accept(self, token_id: int, logprobs: TokenLogprobs | None, now_s: float) -> bool:
         """Take a token the scheduler has accepted; True if a stop text is now complete."""
         self._new_ids.append(token_id)
-        self._new_text.append(self._detokenizer.push([token_id]))
         if logprobs is not None:
             self._logprobs.append(logprobs)
         self.last_token_s = now_s
+        # The token that ends an answer is no part of its text, be it special in the tokenizer or not.
+        if token_id not in self.request.eos_token_ids or self.request.params.ignore_eos:
+            self._new_text.append(self._detokenizer.push([token_id]))
         return self._detokenizer.stopped
 
     def emit(self) -> None:
@@ -40,8 +46,10 @@ class LiveRequest:
 
     def end(self, error: str | None = None) -> None:
         """Send the last event and the output. The request must have a finish reason."""
-        if not self._detokenizer.stopped:
+        try:
             self._new_text.append(self._detokenizer.flush())
+        except Exception:  # what can't be made into text must not keep the end from its caller
+            logger.exception("the end of request %d could not be turned into text", self.request.request_id)
         output = self._output(error)
         event = self._take_event()
         self.handle.push(Event(event.text, event.token_ids, output.finish_reason), output)

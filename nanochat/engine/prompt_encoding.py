@@ -27,7 +27,8 @@ GUARD = "\ufdd0"
 PLACEHOLDER = "\ufdd1"
 """Encloses the number of a message whose token ids stand for its text."""
 _NOTHING = "(?!)"  # a pattern that never matches
-_RESERVED = re.compile(f"[{GUARD}{PLACEHOLDER}\ud800-\udfff]")  # lone surrogates can't be encoded either
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_RESERVED = re.compile(f"[{GUARD}{PLACEHOLDER}]|{_SURROGATES.pattern}")
 
 
 class PromptEncoder:
@@ -232,6 +233,11 @@ def _guarded(token: str) -> str:
 def _alternatives(tokens: Collection[str]) -> re.Pattern[str]:
     """A pattern for any of the tokens, the longest first; it matches nothing when there is none."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or _NOTHING)
+
+
+def encodable(text: str) -> str:
+    """The text with each lone surrogate, which no UTF-8 can hold, as U+FFFD."""
+    return _SURROGATES.sub("\ufffd", text)
 
 
 def placeholders(rendered: str) -> Iterator[str | int]:

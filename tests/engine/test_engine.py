@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from nanochat.engine.config import EngineConfig, SamplingParams
+from nanochat.engine.detokenizer import Detokenizer
 from nanochat.engine.engine import Engine
 from nanochat.engine.live_request import LiveRequest
 from nanochat.errors import EngineClosed, InvalidOption, ModelNotFound, NotEnoughMemory, PromptTooLong
@@ -84,10 +86,24 @@ class TestPrompts:
         assert len({tuple(output.token_ids) for output in outputs}) == 1
         assert {output.metrics.prompt_tokens for output in outputs} == {len(ids)}
 
-    @pytest.mark.parametrize("prompt", ["", [], [-1], [10**6]])
-    def test_what_is_no_prompt_is_refused(self, make_engine: MakeEngine, prompt: Any) -> None:
-        with pytest.raises(InvalidOption):
-            make_engine().submit(prompt)
+    def test_what_is_no_prompt_is_refused(self, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        message = {"role": "user", "content": "Hi"}
+        for prompt in ("", [], [-1], [10**6], None, 5, b"Hi", ["Hi"], [1.5], [[1]], message, [message, 5]):
+            with pytest.raises(InvalidOption):
+                engine.submit(prompt)  # type: ignore[arg-type]
+
+    def test_ids_may_be_an_array_or_a_tensor(self, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        ids = torch.tensor([40, 41, 42])
+        outputs = [engine.submit(prompt, GREEDY).result(60) for prompt in (ids, ids.numpy(), ids.tolist())]  # type: ignore[arg-type]
+        assert len({tuple(output.token_ids) for output in outputs}) == 1
+
+    def test_half_a_surrogate_pair_is_a_replacement_character(self, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        outputs = [engine.submit(text, GREEDY).result(60) for text in ("a\ud800b", "a\ufffdb")]
+        assert outputs[0].token_ids == outputs[1].token_ids
+        assert outputs[0].metrics.prompt_tokens == outputs[1].metrics.prompt_tokens
 
     def test_a_prompt_that_can_never_run_is_refused_with_both_numbers(self, make_engine: MakeEngine) -> None:
         engine = make_engine(num_kv_blocks=4)
@@ -130,6 +146,16 @@ class TestStreaming:
         assert metrics.decode_tok_s is not None
         assert metrics.decode_tok_s > 0
 
+    def test_the_time_to_the_first_token_includes_encoding(
+        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = make_engine()
+        encode = engine.tokenizer.encode
+        monkeypatch.setattr(engine.tokenizer, "encode", lambda text: (time.sleep(0.1), encode(text))[1])
+        metrics = engine.submit("Hello", GREEDY).result(60).metrics
+        assert metrics.ttft_s is not None
+        assert metrics.ttft_s >= metrics.queue_s >= 0.1
+
     def test_logprobs_of_the_chosen_and_the_likeliest(self, make_engine: MakeEngine) -> None:
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=3)
         output = make_engine().submit([9] * 5, params).result(60)
@@ -157,9 +183,14 @@ class TestStopping:
         free = engine.submit([40], SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)).result(60)
         eos = free.token_ids[3]
         object.__setattr__(engine._model, "eos_token_ids", frozenset({eos, 1}))
-        output = engine.submit([40], SamplingParams(temperature=0, max_tokens=10)).result(60)
+        handle = engine.submit([40], SamplingParams(temperature=0, max_tokens=10))
+        text = "".join(event.text for event in handle)
+        output = handle.result(60)
         assert output.finish_reason == "stop"
-        assert output.token_ids == free.token_ids[: free.token_ids.index(eos) + 1]
+        length = free.token_ids.index(eos)
+        assert output.token_ids == free.token_ids[: length + 1]
+        # This token isn't special, so the tokenizer would spell it; it is no part of the answer all the same.
+        assert text == output.text == engine.tokenizer.decode(free.token_ids[:length])
 
     def test_one_token_is_one_token(self, make_engine: MakeEngine) -> None:
         output = make_engine().submit([40], SamplingParams(max_tokens=1, ignore_eos=True)).result(60)
@@ -259,6 +290,81 @@ class TestFailing:
         assert broken.result(60).finish_reason == "error"
         assert "no such token" in str(broken.result().error)
 
+    def test_text_that_cannot_even_be_flushed_leaves_no_handle_waiting(
+        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(detokenizer: Detokenizer, token_ids: Any = ()) -> str:
+            raise ValueError("no such token")
+
+        engine = make_engine()
+        with monkeypatch.context() as patches:
+            patches.setattr(Detokenizer, "push", fail)
+            patches.setattr(Detokenizer, "flush", fail)
+            output = engine.submit([40], GREEDY).result(60)
+        assert output.finish_reason == "error"
+        assert len(output.token_ids) == 1
+        assert engine.submit([40], GREEDY).result(60).error is None
+
+    def test_a_panic_in_native_code_ends_every_handle(
+        self, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Rust's panics reach Python as exceptions that aren't ``Exception``."""
+
+        class PanicException(BaseException):
+            pass
+
+        def panic(*_: Any) -> Any:
+            raise PanicException("index out of bounds")
+
+        engine = Engine(EngineConfig(model=str(tiny_llama), device="cpu", dtype="float32", num_kv_blocks=16))
+        monkeypatch.setattr(engine._model.runner, "run", panic, raising=True)
+        output = engine.submit([40], GREEDY).result(60)
+        assert output.finish_reason == "error"
+        assert "index out of bounds" in str(output.error)
+        with pytest.raises(EngineClosed, match="index out of bounds"):
+            engine.submit([40])
+        engine.close()
+
+    def test_a_request_that_cannot_be_queued_leaves_no_handle_waiting(
+        self, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whatever came in the same moment must not be lost on the way from the inbox to the scheduler."""
+
+        def fail(request: Any) -> None:
+            raise RuntimeError("lost count")
+
+        engine = Engine(EngineConfig(model=str(tiny_llama), device="cpu", dtype="float32", num_kv_blocks=16))
+        monkeypatch.setattr(engine._scheduler, "add", fail)
+        with engine._inbox_condition:  # keeps the step thread waiting until all are there
+            handles = [engine.submit([40 + number], GREEDY) for number in range(3)]
+        assert [handle.result(60).finish_reason for handle in handles] == ["error"] * 3
+        engine.close()
+
+    @pytest.mark.parametrize(
+        "error",
+        [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee docs"), MemoryError()],
+    )
+    def test_a_step_without_memory_says_so_in_one_line_and_logs_no_traceback(
+        self,
+        make_engine: MakeEngine,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        error: Exception,
+    ) -> None:
+        def fail(*_: Any) -> Any:
+            raise error
+
+        engine = make_engine()
+        with monkeypatch.context() as patches:
+            patches.setattr(type(engine._model.runner), "run", fail)
+            output = engine.submit("Hello", GREEDY).result(60)
+        assert output.finish_reason == "error"
+        assert "memory" in str(output.error)
+        assert "--max-batched-tokens" in str(output.error)
+        assert "\n" not in str(output.error)
+        assert not [record for record in caplog.records if record.exc_info]
+        assert engine.submit("Hello", GREEDY).result(60).error is None
+
     def test_a_scheduler_that_breaks_ends_every_handle(
         self, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -330,8 +436,8 @@ class TestSizing:
             make_engine(max_model_len=4096, num_kv_blocks=1000)
 
     def test_a_cache_beyond_memory_is_refused(self, make_engine: MakeEngine) -> None:
-        with pytest.raises(NotEnoughMemory, match="--kv-blocks"):
-            make_engine(num_kv_blocks=2**40)
+        with pytest.raises(NotEnoughMemory, match=r"free: [\d,]+ blocks would fit\. Ask for fewer"):
+            make_engine(num_kv_blocks=2**31 - 1)
 
     def test_left_alone_it_fits_the_model(self, make_engine: MakeEngine) -> None:
         assert make_engine(num_kv_blocks=None).max_model_len == 2048
