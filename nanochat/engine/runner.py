@@ -28,18 +28,26 @@ class Runner:
     """Runs plans on one device, synchronously."""
 
     def __init__(self, decoder: Decoder, caches: list[LayerCache]) -> None:
-        self._decoder = decoder
+        self.decoder = decoder
         self._caches = caches
         self._block_size = caches[0].block_size
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens and sample. Call under ``torch.inference_mode()``."""
-        batch = build_batch(plan, self._block_size, self._decoder.device)
+        batch = build_batch(plan, self._block_size, self.decoder.device)
         hidden = self._forward(batch)
         if not plan.sampling:
             return StepResult([], [])
-        logits = self._decoder.compute_logits(hidden[batch.sample_rows])
+        logits = self.decoder.compute_logits(hidden[batch.sample_rows])
         return _collect(plan, sample(logits, batch.sampling))
+
+    def hidden_states(self, plan: StepPlan) -> torch.Tensor:
+        """Compute the plan's tokens without sampling: their final hidden states ``[T, hidden]``, decodes first.
+
+        For whoever knows the tokens already and asks what the model thinks of them. Call under
+        ``torch.inference_mode()``.
+        """
+        return self._forward(build_batch(plan, self._block_size, self.decoder.device))
 
     def warm_up(self, num_tokens: int = 1) -> None:
         """Run a prompt of this length through block 0 onwards: pays first-call costs, shows peak memory."""
@@ -54,7 +62,7 @@ class Runner:
         self.run(StepPlan(step=0, decodes=(), prefills=(chunk,), preempted=()))
 
     def _forward(self, batch: StepBatch) -> torch.Tensor:
-        return self._decoder.forward(
+        return self.decoder.forward(
             batch.input_ids, batch.positions, batch.slots, batch.attention, self._caches
         )
 
