@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from nanochat.commands import ask, simulate
+from nanochat.commands import ask, perplexity, simulate
 from nanochat.commands.options import add_engine_options, engine_config
 from nanochat.errors import NanochatError
 
@@ -40,6 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="")
     for name, module, summary in (
         ("ask", ask, "one answer on standard output"),
+        ("perplexity", perplexity, "how well the model predicts a text, and what INT8 KV changes"),
         ("simulate", simulate, "the scheduler alone, without a model"),
     ):
         command = commands.add_parser(name, help=summary, description=module.__doc__)

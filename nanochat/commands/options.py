@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from pathlib import Path
 from typing import get_args
 
@@ -10,11 +11,16 @@ from nanochat.engine.config import Device, DType, EngineConfig, KVDType
 from nanochat.settings import Settings, load_settings
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add them. Their defaults are absent, so that the settings file can say what the command line doesn't."""
+def add_engine_options(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
+    """Add them. Their defaults are absent, so that the settings file can say what the command line doesn't.
+
+    ``leave_out``: fields that mean nothing to this command; it refuses the options for them.
+    """
     group = parser.add_argument_group("model and engine")
 
     def option(flag: str, dest: str, help: str, **how: object) -> None:
+        if dest in leave_out:
+            return
         group.add_argument(flag, dest=dest, help=help, default=argparse.SUPPRESS, **how)  # type: ignore[arg-type]
 
     option("--model", "model", "a folder, a .gguf file or a Hub id; left out: the default model")

@@ -1,0 +1,139 @@
+"""How well the engine predicts a text: against ``transformers``, and with an INT8 KV cache against a full one.
+
+    python benchmarks/quality.py transformers FILE --limit-tokens 20000
+    python benchmarks/quality.py kv FILE --dtype float32 --decode-tokens 4096
+    python benchmarks/quality.py kv FILE --dtype bfloat16 --decode-tokens 4096
+
+``transformers`` scores the same windows of the same tokens in one forward pass each, without a cache. ``kv``
+is what ``nanochat perplexity FILE --compare`` measures. With ``--json`` the figures go to a file, together
+with the machine, the versions and the date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nanochat.commands.perplexity import ProgressLine, format_report, read_text
+from nanochat.engine.config import EngineConfig
+from nanochat.engine.progress import Progress, ProgressCallback
+from nanochat.engine.quality import QualityMeter, QualityOptions
+from nanochat.engine.windows import sliding_windows
+
+
+def describe_machine() -> dict[str, str]:
+    """Where figures come from."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": describe_cpu(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers")},
+    }
+
+
+def describe_command(options: argparse.Namespace) -> str:
+    """What to type for the same figures; the text by its name alone."""
+    given = {name: value for name, value in vars(options).items() if name not in ("what", "file", "json")}
+    flags = [
+        f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value not in (None, "")
+    ]
+    return " ".join(["python benchmarks/quality.py", options.what, options.file.name, *flags])
+
+
+def describe_cpu() -> str:
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        name = names[0] if names else name
+        name += " with AMX" if "amx_bf16" in info.read_text() else ""
+    return f"{os.cpu_count()}-core {platform.machine()} CPU ({name})"
+
+
+def measure_kv(
+    text: str, config: EngineConfig, options: QualityOptions, progress: ProgressCallback
+) -> dict[str, Any]:
+    """An INT8 cache against one of the weights' type."""
+    report = QualityMeter(config, options, progress).measure(text)
+    print(format_report(report))
+    return report.to_json()
+
+
+def measure_transformers(
+    text: str, config: EngineConfig, options: QualityOptions, progress: ProgressCallback
+) -> dict[str, Any]:
+    """The engine's perplexity beside that of ``transformers`` for the same weights, tokens and windows."""
+    meter = QualityMeter(config, options, progress)
+    report = meter.measure(text)
+    tokens = meter.model.tokenizer.encode(text)[: options.limit_tokens]
+    theirs = transformers_perplexity(meter.model.folder, tokens, report.ctx, report.stride, progress)
+    ours = report.prefill.caches[0].perplexity
+    print(f"{report.model}, {report.dtype}, {report.tokens:,} tokens in windows of {report.ctx:,}")
+    print(f"nanochat {ours:.6f}   transformers {theirs:.6f}   difference {ours / theirs - 1:+.5%}")
+    return {**report.to_json(), "transformers_perplexity": theirs, "difference": ours / theirs - 1}
+
+
+@torch.inference_mode()
+def transformers_perplexity(
+    folder: Path, tokens: list[int], ctx: int, stride: int, progress: ProgressCallback
+) -> float:
+    """Perplexity of ``tokens`` by ``transformers``, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    windows = sliding_windows(len(tokens), ctx, stride)
+    total, count = 0.0, 0
+    for number, (begin, end, first_scored) in enumerate(windows):
+        progress(Progress("Scoring by transformers", number, len(windows)))
+        targets = torch.tensor(tokens[first_scored:end])
+        ids = torch.tensor([tokens[begin:end]])
+        logits = model(ids, use_cache=False, logits_to_keep=len(targets) + 1).logits[0, :-1]
+        total += float(F.cross_entropy(logits, targets, reduction="none").double().sum())
+        count += len(targets)
+    return math.exp(total / count)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("transformers", "kv"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--model", default="")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--ctx", type=int)
+    parser.add_argument("--stride", type=int)
+    parser.add_argument("--limit-tokens", type=int)
+    parser.add_argument("--decode-tokens", type=int)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args()
+    if options.what == "transformers" and options.dtype != "float32":
+        parser.error("transformers is compared in float32, where figures have to be equal")
+    config = EngineConfig(model=options.model, device="cpu", dtype=options.dtype)
+    wanted = QualityOptions(
+        compare=options.what == "kv",
+        ctx=options.ctx,
+        stride=options.stride,
+        limit_tokens=options.limit_tokens,
+        decode_tokens=options.decode_tokens,
+    )
+    measure = measure_kv if options.what == "kv" else measure_transformers
+    with ProgressLine() as progress:
+        figures = measure(read_text(options.file), config, wanted, progress)
+    if options.json is not None:
+        result = {"command": describe_command(options), **describe_machine(), **figures}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
