@@ -12,10 +12,6 @@ from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
 from nanochat.ui.actions import ACTIONS, MAX_JUMP
-from nanochat.ui.prompt import HINT
-
-_KEY_WIDTH = 12
-_SLASH_WIDTH = 14
 
 
 class Confirm(ModalScreen[bool]):
@@ -47,40 +43,24 @@ class Confirm(ModalScreen[bool]):
 
 def help_text() -> Content:
     """Every action with its key and slash command."""
-    heading = "bold $accent"
-    lines = [Content.styled("Keys", heading)]
-    for action in ACTIONS:
-        if action.key_label:
-            lines.append(_help_line(action.key_label, _KEY_WIDTH, action.title, action.help))
-    lines.append(_help_line(f"Alt 1–{MAX_JUMP}", _KEY_WIDTH, "Jump", "go to that tab"))
-    lines.append(
-        _help_line(
-            "Enter",
-            _KEY_WIDTH,
-            "Send",
-            HINT.split(" · ")[1] + "; Shift+Enter too, where the terminal tells it apart",
-        )
-    )
-    lines += [Content(""), Content.styled("Commands", heading)]
-    for action in ACTIONS:
-        if action.slash:
-            name = f"/{action.slash} {action.argument}".strip()
-            lines.append(_help_line(name, _SLASH_WIDTH + 6, "", action.help))
+    rows = [(action.key_label, action.slash, action.argument, action.help) for action in ACTIONS]
+    rows += [
+        (f"Alt 1–{MAX_JUMP}", "", "", "go to that tab"),
+        ("Enter", "", "", "send"),
+        ("^J", "", "", "new line; so does Shift+Enter in many terminals"),
+    ]
+    lines = [Content.styled(f"{'key':<9}{'command':<22}", "$muted")]
+    for key, slash, argument, help in rows:
+        name = f"/{slash} " if slash else ""
+        command = Content.styled(name, "$primary") + Content.styled(argument, "$muted")
+        lines.append(Content.styled(f"{key:<9}", "$accent") + command.pad_right(22 - len(command)) + help)
     lines += [
         Content(""),
         Content.styled(
-            "Select text with the mouse and copy it with ^C. Begin with // to send text that starts with a slash.",
-            "$muted",
+            "^C copies what is selected with the mouse. // sends text that starts with a slash.", "$muted"
         ),
     ]
     return Content("\n").join(lines)
-
-
-def _help_line(key: str, width: int, title: str, help: str) -> Content:
-    line = Content.styled(f"{key:<{width}}", "$primary")
-    if title:
-        line += Content(f"{title:<20}")
-    return line + Content.styled(help, "$muted")
 
 
 class Help(ModalScreen[None]):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ENGINE_NICENESS = 5
+ENGINE_NICENESS = 3
 REPORT_INTERVAL_S = 0.05
 """Progress within a stage is passed on at most this often."""
 

@@ -60,7 +60,11 @@ def live_footer(chat: Chat, num_tokens: int) -> Content:
     if chat.phase is Phase.DECODE:
         parts = [f"{fmt.rate(chat.live_rate)} tok/s"] if chat.live_rate else []
         return _SEPARATOR.join(Content(part) for part in [*parts, fmt.plural(num_tokens, "token")])
-    words = {Phase.LOADING: "will be sent when the model is ready", Phase.QUEUED: "queued"}
+    words = {
+        Phase.LOADING: "will be sent when the model is ready",
+        Phase.QUEUED: "queued",
+        Phase.PREFILL: "reading the prompt",
+    }
     return Content(words.get(chat.phase, "…"))
 
 

@@ -37,6 +37,9 @@ class Prompt(TextArea):
         self._folded: dict[str, str] = {}
         self.border_subtitle = HINT
 
+    def on_mount(self) -> None:
+        self.move_cursor(self.document.end)
+
     def action_submit(self) -> None:
         """Send what is there, unless it is nothing but blanks."""
         text = self._unfolded().strip()

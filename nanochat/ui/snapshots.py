@@ -8,6 +8,9 @@ from nanochat.engine.stats import BlockMap, EngineStats, RequestRow, RequestStat
 from nanochat.ui.chat import Chat, Phase
 from nanochat.ui.stats_panel import Snapshot, TabRow
 
+LONG_PREFILL = 256
+"""Progress is shown for prompts with this many tokens at least; shorter ones are read in a moment."""
+
 _PHASES: dict[RequestState, Phase] = {
     "queued": Phase.QUEUED,
     "prefill": Phase.PREFILL,
@@ -30,7 +33,7 @@ def update_phases(
             continue
         chat.phase = _PHASES[row.state]
         chat.live_rate = row.decode_tok_s
-        is_prefill = chat.phase is Phase.PREFILL and row.prefill_total > 0
+        is_prefill = chat.phase is Phase.PREFILL and row.prefill_total >= LONG_PREFILL
         chat.prefill_progress = row.prefill_done / row.prefill_total if is_prefill else None
         chat.prefill_tokens = (row.prefill_done, row.prefill_total) if is_prefill else None
     return rows

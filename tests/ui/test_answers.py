@@ -133,8 +133,9 @@ async def test_a_fork_while_answering_takes_the_question_as_draft(long_llama: Pa
         await driver.say("Tell me a lot")
         await driver.until(lambda: driver.chat.live and driver.chat.live.answer.text)
         await driver.press("ctrl+f")
-        assert driver.prompt.text == "Tell me a lot"
         assert driver.chat.path == []
+        await driver.press("!")
+        assert driver.prompt.text == "Tell me a lot!"
 
 
 async def test_closing_asks_only_while_answering(long_llama: Path) -> None:

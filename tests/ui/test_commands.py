@@ -41,6 +41,7 @@ async def test_lines_are_broken_by_ctrl_j_and_shift_enter(tiny_llama: Path) -> N
         await driver.press("a", "ctrl+j", "b", "shift+enter", "c")
         assert driver.prompt.text == "a\nb\nc"
         await driver.press("enter")
+        await driver.until(lambda: driver.chat.path)
         assert driver.chat.path[0].text == "a\nb\nc"
 
 
@@ -65,6 +66,7 @@ async def test_an_unknown_command_says_so_and_is_not_sent(tiny_llama: Path) -> N
 async def test_text_that_only_looks_like_a_command_is_sent(tiny_llama: Path, written: str, sent: str) -> None:
     async with started(tiny_llama, hold=True) as driver:
         await driver.say(written)
+        await driver.until(lambda: driver.chat.path)
         assert driver.chat.path[0].text == sent
 
 
@@ -192,6 +194,7 @@ async def test_a_large_paste_is_folded_and_sent_whole(tiny_llama: Path) -> None:
         assert driver.prompt.text == "Look: "
         driver.prompt.post_message(events.Paste(pasted))
         await driver.press("enter")
+        await driver.until(lambda: driver.chat.path)
         assert driver.chat.path[0].text == "Look: " + pasted.strip()
         (message,) = driver.pane.query(UserMessage)
         assert "more characters" in plain(message)
@@ -204,7 +207,7 @@ async def test_a_paste_is_one_message_without_escape_sequences(tiny_llama: Path)
         assert driver.prompt.text == "one\ntwo␛[2J\nthree"
         assert len("x" * FOLD_CHARACTERS) == FOLD_CHARACTERS
         await driver.press("enter")
-        assert len(driver.chat.path) == 2
+        await driver.until(lambda: len(driver.chat.path) == 2)
 
 
 async def test_the_panel_fits_the_screen_and_can_be_cycled(tiny_llama: Path) -> None:

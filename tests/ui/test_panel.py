@@ -120,7 +120,9 @@ def test_phases_follow_the_engine() -> None:
     chats = [busy_chat() for _ in range(5)]
     ids = {number: chat.id for number, chat in enumerate(chats, 1)}
     update_phases(
-        chats, ids, stats(row(1, "queued"), row(2, "prefill", 30, 120), row(3), row(4, "preempted"), row(99))
+        chats,
+        ids,
+        stats(row(1, "queued"), row(2, "prefill", 300, 1200), row(3), row(4, "preempted"), row(99)),
     )
     assert [chat.phase for chat in chats] == [
         Phase.QUEUED,
