@@ -1,6 +1,6 @@
 """Where a model runs and in which type: turns "auto" into a choice that is fast on this machine.
 
-Also tells a device's lack of memory from its other errors.
+Also tells how much memory a machine has left, and a lack of it from other errors.
 """
 
 from __future__ import annotations
@@ -54,6 +54,13 @@ def _cpu_multiplies_bf16() -> bool:
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.bfloat16`` as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def free_cpu_bytes() -> int:
+    """Memory that programs can still take without swapping."""
+    import psutil  # type: ignore[import-untyped]
+
+    return int(psutil.virtual_memory().available)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from nanochat.engine.config import EngineConfig
-from nanochat.engine.device import choose_device, choose_dtype
+from nanochat.engine.device import choose_device, choose_dtype, free_cpu_bytes, is_out_of_memory
 from nanochat.engine.memory import (
     allocate_caches,
     choose_max_model_len,
     choose_num_blocks,
-    free_cpu_bytes,
     free_gpu_bytes,
 )
 from nanochat.engine.models.decoder import Decoder
@@ -24,7 +23,7 @@ from nanochat.engine.models.weights import load_decoder
 from nanochat.engine.progress import Progress, ProgressCallback
 from nanochat.engine.runner import Runner
 from nanochat.engine.tokenizer import default_sampling, eos_token_ids, load_tokenizer
-from nanochat.errors import InvalidOption
+from nanochat.errors import InvalidOption, NotEnoughMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +50,18 @@ def load_model(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
     Raises:
         NanochatError: a subclass whose message says what to do.
     """
+    try:
+        return _load(config, progress)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise NotEnoughMemory(
+            "The model doesn't fit this machine's memory with all it needs to compute. Close other programs, "
+            "choose a smaller model, or start with fewer --kv-blocks or --max-batched-tokens."
+        ) from error
+
+
+def _load(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
     if config.tensor_parallel_size != 1:
         raise InvalidOption("Only one device can be used; leave out --tp.")
     device = choose_device(config)

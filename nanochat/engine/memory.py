@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from nanochat.engine.config import EngineConfig
-from nanochat.engine.device import dtype_name, is_out_of_memory
+from nanochat.engine.device import dtype_name, free_cpu_bytes, is_out_of_memory
 from nanochat.engine.models.families import ModelConfig
 from nanochat.errors import InvalidOption, NotEnoughMemory
 from nanochat.kernels.cache import LayerCache
@@ -116,13 +116,6 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: i
             f"{capacity:,} tokens would. Ask for that or less, for more --kv-blocks, or use --kv int8."
         )
     return wish
-
-
-def free_cpu_bytes() -> int:
-    """Memory that programs can still take without swapping."""
-    import psutil  # type: ignore[import-untyped]
-
-    return int(psutil.virtual_memory().available)
 
 
 def free_gpu_bytes(device: torch.device, utilization: float, step_peak_bytes: int) -> int:

@@ -35,7 +35,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """
     if not folder.is_dir():
         raise ModelNotFound(f"There is no model folder {folder}; check the path.")
-    if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+    if not has_tokenizer(folder):
         raise ModelNotFound(
             f"{folder} has no tokenizer (tokenizer.json); the download may be incomplete, so fetch it again."
         )
@@ -57,6 +57,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     # The engine says in its own words when a prompt is too long; a log line would garble the screen.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder has a file that a tokenizer can be made from."""
+    return any((folder / name).is_file() for name in _VOCABULARY_FILES)
 
 
 def _load_fast(folder: Path) -> PreTrainedTokenizerBase:

@@ -28,7 +28,7 @@ MIN_SQLITE = (3, 37, 0)
 def default_history_file() -> Path:
     """Where chats are saved: the user's data folder, or the one that ``NANOCHAT_DATA_DIR`` names."""
     if folder := os.environ.get("NANOCHAT_DATA_DIR"):
-        return Path(folder).expanduser() / "history.db"
+        return Path(os.path.expanduser(folder)) / "history.db"
     from platformdirs import user_data_path
 
     return user_data_path("nanochat") / "history.db"

@@ -14,6 +14,7 @@ from nanochat.engine.config import EngineConfig, SamplingParams
 from nanochat.engine.detokenizer import Detokenizer
 from nanochat.engine.engine import Engine
 from nanochat.engine.live_request import LiveRequest
+from nanochat.engine.runner import Runner
 from nanochat.errors import EngineClosed, InvalidOption, ModelNotFound, NotEnoughMemory, PromptTooLong
 from tests.engine.conftest import MakeEngine, assert_idle_and_consistent, wait_until
 
@@ -438,6 +439,16 @@ class TestSizing:
     def test_a_cache_beyond_memory_is_refused(self, make_engine: MakeEngine) -> None:
         with pytest.raises(NotEnoughMemory, match=r"free: [\d,]+ blocks would fit\. Ask for fewer"):
             make_engine(num_kv_blocks=2**31 - 1)
+
+    def test_memory_that_runs_out_while_loading_is_a_sentence(
+        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(runner: Runner) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        monkeypatch.setattr(Runner, "warm_up", fail)
+        with pytest.raises(NotEnoughMemory, match="choose a smaller model"):
+            make_engine()
 
     def test_left_alone_it_fits_the_model(self, make_engine: MakeEngine) -> None:
         assert make_engine(num_kv_blocks=None).max_model_len == 2048

@@ -346,6 +346,8 @@ class TestValues:
     def test_where_the_file_is(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("NANOCHAT_DATA_DIR", str(tmp_path))
         assert default_history_file() == tmp_path / "history.db"
+        monkeypatch.setenv("NANOCHAT_DATA_DIR", "~nobody-of-that-name/chats")
+        assert default_history_file() == Path("~nobody-of-that-name/chats/history.db")
         monkeypatch.delenv("NANOCHAT_DATA_DIR")
         monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "share"))
         assert default_history_file().name == "history.db"

@@ -27,7 +27,7 @@ def cache_root() -> Path:
     """Where models are kept; the environment may name another place. Doesn't create it."""
     chosen = os.environ.get(CACHE_DIR_VARIABLE)
     if chosen:
-        return Path(chosen).expanduser()
+        return Path(os.path.expanduser(chosen))
     from platformdirs import user_cache_path
 
     return user_cache_path("nanochat")

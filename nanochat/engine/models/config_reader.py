@@ -7,7 +7,7 @@ Knows nothing of what the values mean.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,9 @@ class ConfigReader:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return abs(value) <= sys.float_info.max  # an integer may be beyond it, a NaN is not below it
 
 
 def _shown(value: object) -> str:

@@ -221,7 +221,7 @@ def _architecture(raw: Mapping[str, Any], folder: Path) -> str:
     name = names[0] if isinstance(names, list) and names else raw.get("model_type", "(none named)")
     if not isinstance(name, str) or name not in FAMILIES:
         raise UnsupportedModel(
-            f"{folder} is a {str(name)[:80]} model, which can't be run. Supported: {', '.join(FAMILIES)}."
+            f"{folder} is of the kind {repr(name)[:80]}, which can't be run. Supported: {', '.join(FAMILIES)}."
         )
     return name
 

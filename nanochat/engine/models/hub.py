@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from nanochat.engine.models.weights import weight_files
+from nanochat.engine.models.folder import check_folder
 from nanochat.engine.progress import Progress, ProgressCallback
 from nanochat.errors import ModelNotFound
 
@@ -29,10 +29,10 @@ def cached_model(repo_id: str) -> Path | None:
                 repo_id, local_files_only=True, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
             )
         )
-        weight_files(folder)
+        check_folder(folder)
     except (LocalEntryNotFoundError, HFValidationError, OSError, ModelNotFound):
         return None
-    return folder if (folder / "config.json").is_file() else None
+    return folder
 
 
 def download_model(repo_id: str, progress: ProgressCallback) -> Path:

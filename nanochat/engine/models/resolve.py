@@ -6,24 +6,23 @@ Knows nothing of what is inside the weights.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from nanochat.engine.models.cache import build_once
-from nanochat.engine.models.config_reader import read_json_object
 from nanochat.engine.models.default_model import CACHE_NAME, DEFAULT_MODEL_NAME, build_default_model
+from nanochat.engine.models.folder import check_folder
 from nanochat.engine.models.gguf import convert_gguf
 from nanochat.engine.models.hub import cached_model, download_model
-from nanochat.engine.models.weights import weight_files
 from nanochat.engine.progress import ProgressCallback, ignore_progress
 from nanochat.errors import ModelNotFound
 
 DEFAULT_HUB_MODEL = "Qwen/Qwen3-0.6B"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _QUANTISATION = re.compile(r"[.-](i?q\d\w*|[bf]*f?(16|32))$", re.IGNORECASE)
 """The end of a GGUF file's name that tells its number format: ``-Q4_K_M``, ``.BF16``."""
 
@@ -50,12 +49,16 @@ def resolve_model(spec: str, progress: ProgressCallback = ignore_progress) -> Re
     """
     if not spec:
         return _default(progress)
-    path = Path(spec).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(spec))
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:  # a folder above that may not be entered, or a name too long to be one
+        raise ModelNotFound(f"{spec} can't be read: {error.strerror or error}.") from error
+    if is_folder:
         return _from_folder(path)
     if path.suffix.lower() == ".gguf":
         return _from_gguf(path, progress)
-    if path.is_file():
+    if is_file:
         raise ModelNotFound(
             f"{spec} is neither a folder nor a .gguf file. Name the folder that holds the model."
         )
@@ -64,8 +67,10 @@ def resolve_model(spec: str, progress: ProgressCallback = ignore_progress) -> Re
             f"There is no {spec}. Name a folder with a model, a .gguf file, or a Hub id such as "
             f"{DEFAULT_HUB_MODEL}."
         )
-    folder = cached_model(spec) or download_model(spec, progress)
-    _check(folder)
+    folder = cached_model(spec)
+    if folder is None:
+        folder = download_model(spec, progress)
+        check_folder(folder)
     return ResolvedModel(folder, spec.rpartition("/")[2])
 
 
@@ -78,7 +83,7 @@ def _default(progress: ProgressCallback) -> ResolvedModel:
 
 
 def _from_folder(folder: Path) -> ResolvedModel:
-    _check(folder)
+    check_folder(folder)
     folder = folder.resolve()
     return ResolvedModel(folder, folder.name)
 
@@ -91,15 +96,5 @@ def _from_gguf(file: Path, progress: ProgressCallback) -> ResolvedModel:
         raise ModelNotFound(f"{file} can't be read: {error.strerror or error}.") from error
     name = _QUANTISATION.sub("", file.stem) or file.stem
     identity = f"{file}\n{status.st_size}\n{status.st_mtime_ns}"
-    key = f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    key = f"{name[:64]}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     return ResolvedModel(build_once(key, partial(convert_gguf, file, progress=progress), progress), name)
-
-
-def _check(folder: Path) -> None:
-    """Whether the folder has all the parts; what is in them is looked at when they are read."""
-    read_json_object(folder / "config.json")
-    weight_files(folder)
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelNotFound(
-            f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)}). Download the model again."
-        )

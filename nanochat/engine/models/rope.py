@@ -176,8 +176,8 @@ def _yarn_config(
         scaling="yarn",
         factor=factor,
         original_max_position=original,
-        beta_fast=parameters.number("beta_fast", 0, 1e6, default=32.0) or 32.0,
-        beta_slow=parameters.number("beta_slow", 0, 1e6, default=1.0) or 1.0,
+        beta_fast=parameters.number("beta_fast", 1e-6, 1e6, default=32.0),
+        beta_slow=parameters.number("beta_slow", 1e-6, 1e6, default=1.0),
         attention_factor=parameters.number("attention_factor", 0, 1e6, default=inferred),
         truncate=parameters.flag("truncate", default=True),
     )

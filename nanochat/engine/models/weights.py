@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nanochat.engine.device import free_cpu_bytes, is_out_of_memory
 from nanochat.engine.models.config_reader import read_json_object
 from nanochat.engine.models.decoder import Decoder
 from nanochat.engine.models.families import ModelConfig
@@ -203,7 +204,7 @@ def check_tensors(source: Path, config: ModelConfig, stored: dict[str, StoredTen
     if unused:
         raise UnsupportedModel(
             f"{source} holds weights that a {config.architecture} has no use for, such as "
-            f"{unused[0][:100]}; running it without them would give wrong answers."
+            f"{repr(unused[0])[:100]}; running it without them would give wrong answers."
         )
 
 
@@ -213,16 +214,20 @@ def _is_ignorable(name: str, config: ModelConfig) -> bool:
 
 
 def _allocate(folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+    needed = Decoder(config, torch.device("meta"), dtype).weight_bytes
+    too_large = NotEnoughMemory(
+        f"The weights of {folder.name} need {needed / 2**30:.1f} GiB, which {device} doesn't have free. "
+        "Close other programs or choose a smaller model."
+    )
+    # A CPU's memory is handed out on credit: the process would be ended while it fills it.
+    if device.type == "cpu" and needed > free_cpu_bytes():
+        raise too_large
     try:
         return Decoder(config, device, dtype)
-    except (MemoryError, RuntimeError) as error:  # torch's own out-of-memory errors are RuntimeErrors
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise
-        needed = Decoder(config, torch.device("meta"), dtype).weight_bytes
-        raise NotEnoughMemory(
-            f"The weights of {folder.name} need {needed / 2**30:.1f} GiB, which {device} doesn't have free. "
-            "Close other programs or choose a smaller model."
-        ) from error
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise too_large from error
+        raise
 
 
 def _destinations(decoder: Decoder, stored: dict[str, StoredTensor]) -> Iterator[tuple[str, torch.Tensor]]:

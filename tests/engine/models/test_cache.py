@@ -58,6 +58,11 @@ def test_the_default_place_is_the_users_cache(monkeypatch: pytest.MonkeyPatch) -
     assert cache_root().is_absolute()
 
 
+def test_a_home_that_is_nobodys_is_taken_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_DIR_VARIABLE, "~nobody-of-that-name/models")
+    assert cache_root() == Path("~nobody-of-that-name/models")
+
+
 def test_a_failed_build_leaves_nothing(root: Path) -> None:
     def fail(folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half of it")

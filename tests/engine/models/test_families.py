@@ -188,9 +188,14 @@ class TestUnusable:
 
     def test_unknown_architecture_names_itself_and_the_known(self, tmp_path: Path) -> None:
         with pytest.raises(
-            UnsupportedModel, match=r"a BertModel model.*Supported: LlamaForCausalLM, Mistral"
+            UnsupportedModel, match=r"of the kind 'BertModel', which.*Supported: LlamaForCausalLM, Mistral"
         ):
             load(tmp_path, {"architectures": ["BertModel"]})
+
+    def test_a_name_that_would_command_a_terminal_is_spelled_out(self, tmp_path: Path) -> None:
+        with pytest.raises(UnsupportedModel) as caught:
+            load(tmp_path, {"architectures": ["\x1b]52;c;Y3VybA==\x07"]})
+        assert str(caught.value).isprintable()
 
     @pytest.mark.parametrize("architectures", [None, [], [3], "LlamaForCausalLM", [["a"]]])
     def test_architecture_of_the_wrong_type(self, architectures: Any, tmp_path: Path) -> None:
@@ -228,6 +233,13 @@ class TestUnusable:
             ("tie_word_embeddings", "yes"),
             ("rope_theta", 0),
             ("rope_theta", float("inf")),
+            pytest.param("rope_theta", 10**400, id="rope_theta-beyond floats"),
+            ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1e-320}),
+            ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "beta_slow": 1e-320}),
+            (
+                "rope_scaling",
+                {"rope_type": "longrope", "short_factor": [10**400] * 8, "long_factor": [10**400] * 8},
+            ),
             ("rope_scaling", "linear"),
             ("rope_scaling", {"rope_type": "spiral", "factor": 2.0}),
             ("rope_scaling", {"rope_type": "linear"}),

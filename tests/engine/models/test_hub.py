@@ -97,12 +97,14 @@ def test_a_cut_download_goes_on_where_it_stopped(
     )
 
 
-def test_half_a_cache_is_completed(hub: HubServer) -> None:
+@pytest.mark.parametrize("missing", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_half_a_cache_is_completed(hub: HubServer, missing: str) -> None:
+    """Other programs keep only what they need of a model in the same cache."""
     folder = resolve_model(REPO).path
-    (folder / "model.safetensors").unlink()
+    (folder / missing).unlink()
     assert cached_model(REPO) is None
     assert resolve_model(REPO).path == folder
-    assert (folder / "model.safetensors").is_file()
+    assert (folder / missing).is_file()
 
 
 def test_the_token_of_the_environment_is_used(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,12 @@ class TestGguf:
     def test_the_number_format_is_no_part_of_the_name(self, stem: str, name: str) -> None:
         assert resolve._QUANTISATION.sub("", stem) == name
 
+    def test_a_long_name(self, gguf: Path) -> None:
+        """As long as a file system allows, so that nothing can be added to it."""
+        longest = gguf.with_name("x" * 250 + ".gguf")
+        gguf.rename(longest)
+        assert load_model_config(resolve_model(str(longest)).path).num_layers == 4
+
     def test_missing(self, tmp_path: Path) -> None:
         with pytest.raises(ModelNotFound, match=r"none\.gguf can't be read: No such file"):
             resolve_model(str(tmp_path / "none.gguf"))
@@ -108,10 +114,16 @@ class TestDefault:
         assert model.name == "SmolLM2-135M-Instruct"
         assert model.path.parent == cache
 
-    def test_half_a_hub_model_does_not_count(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("missing", ["model.safetensors", "tokenizer.json", "config.json"])
+    def test_half_a_hub_model_does_not_count(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+    ) -> None:
         snapshot = tmp_path / "hub" / f"models--{DEFAULT_HUB_MODEL.replace('/', '--')}" / "snapshots" / COMMIT
         write_tiny_llama(snapshot)
-        (snapshot / "model.safetensors").unlink()
+        (snapshot / missing).unlink()
+        refs = snapshot.parent.parent / "refs"
+        refs.mkdir()
+        (refs / "main").write_text(COMMIT)
         monkeypatch.setattr(resolve, "build_default_model", self.small_default)
         assert resolve_model("").name == "SmolLM2-135M-Instruct"
 
@@ -127,6 +139,24 @@ class TestRefusals:
         (tmp_path / "model.pt").write_bytes(b"")
         with pytest.raises(ModelNotFound, match=r"neither a folder nor a \.gguf file"):
             resolve_model(str(tmp_path / "model.pt"))
+
+    @pytest.mark.parametrize("spec", ["~nobody-of-that-name/model", "~nobody-of-that-name/model.gguf"])
+    def test_the_home_of_nobody(self, spec: str) -> None:
+        with pytest.raises(ModelNotFound, match=r"There is no ~nobody|No such file"):
+            resolve_model(spec)
+
+    @pytest.mark.parametrize("spec", ["x" * 300, "x" * 300 + ".gguf", "folder/" + "x" * 5000])
+    def test_a_name_too_long_for_a_file(self, spec: str) -> None:
+        with pytest.raises(ModelNotFound, match="File name too long"):
+            resolve_model(spec)
+
+    def test_a_folder_that_may_not_be_entered(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(path: Path) -> bool:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Path, "is_dir", refuse)
+        with pytest.raises(ModelNotFound, match="can't be read: Permission denied"):
+            resolve_model(str(tmp_path / "model"))
 
     def test_an_empty_folder(self, tmp_path: Path) -> None:
         with pytest.raises(ModelNotFound, match=r"holds no config\.json"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nanochat.engine.models import weights as weights_module
 from nanochat.engine.models.decoder import Decoder
 from nanochat.engine.models.families import load_model_config
 from nanochat.engine.models.weights import load_decoder, weight_files
@@ -198,7 +199,7 @@ class TestUnusable:
         name = "model.layers.0.self_attn.q_proj.bias"
         change(folder, lambda weights: weights.update({name: torch.ones(64)}))
         with pytest.raises(
-            UnsupportedModel, match=r"has no use for, such as model\.layers\.0\.self_attn\.q_proj\.bias"
+            UnsupportedModel, match=r"has no use for, such as 'model\.layers\.0\.self_attn\.q_proj\.bias"
         ):
             load(folder)
 
@@ -218,6 +219,14 @@ class TestUnusable:
         (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(UnsupportedModel, match="doesn't match its config"):
             load(folder)
+
+    def test_more_than_the_machine_has_is_refused_before_allocating(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It would be granted on credit, and the process ended while it reads the weights."""
+        monkeypatch.setattr(weights_module, "free_cpu_bytes", lambda: 100_000)
+        with pytest.raises(NotEnoughMemory, match=r"need \d+\.\d GiB, which cpu doesn't have free"):
+            load_decoder(folder, load_model_config(folder), CPU, torch.float32, ignore_progress)
 
     def test_too_little_memory(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def exhausted(*arguments: object, **options: object) -> torch.Tensor:
