@@ -121,7 +121,7 @@ def test_a_token_of_no_weight_is_never_drawn() -> None:
 def test_the_ends_of_the_unit_interval_draw_tokens_with_weight(target: float) -> None:
     weights = torch.zeros(1, 1000)
     weights[0, 200:300] = 0.1
-    index = int(sampler._draw(weights, torch.tensor([target], dtype=torch.float64)))
+    index = int(sampler._find_share(weights, torch.tensor([target], dtype=torch.float64), right=True))
     assert index == (200 if target == 0 else 299)
 
 
