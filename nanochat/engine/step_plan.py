@@ -71,7 +71,7 @@ class Draft:
     prefills: list[ScheduledChunk] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     victims: list[Request] | None = None
-    """Requests that may be preempted, most recent last; some may have been scheduled meanwhile."""
+    """Requests that might be preempted, most recent last, from the first time that memory was short."""
     admitted: bool = False
     """Whether a request has been started: then nobody is preempted in this step."""
     short_of_memory: bool = False
@@ -108,7 +108,7 @@ class Draft:
     def next_victim(self, running: Iterable[Request], beneficiary: Request) -> Request | None:
         """The most recent request with nothing in flight, if it came after ``beneficiary``; each only once."""
         if self.victims is None:
-            self.victims = sorted((r for r in running if not r.num_steps_in_flight), key=by_arrival)
+            self.victims = sorted(running, key=by_arrival)
         while self.victims and self.victims[-1].num_steps_in_flight:
             self.victims.pop()
         if not self.victims or self.victims[-1].arrival_order <= beneficiary.arrival_order:

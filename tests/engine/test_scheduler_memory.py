@@ -127,6 +127,18 @@ class TestPreemption:
         assert rig.scheduler.num_preemptions
         rig.assert_finished_as_if_alone()
 
+    def test_nobody_is_preempted_in_a_step_that_started_someone(self) -> None:
+        """Decodes fill the budget, so an overdue prompt starts first, on the last free block."""
+        rig = Rig(num_blocks=3, block_size=3, budget=2, watermark=0)
+        for salt, (length, answer) in enumerate([(2, 5), (1, 8), (2, 5)]):
+            rig.submit(tokens(length, salt), answer)
+        for _ in range(2):
+            rig.step()
+        plan = rig.step()
+        assert (plan.preempted, [chunk.request.request_id for chunk in plan.prefills]) == ((), [3])
+        rig.run()
+        rig.assert_finished_as_if_alone()
+
     def test_a_request_in_flight_is_not_preempted(self) -> None:
         rig = Rig(num_blocks=4, block_size=4, watermark=0)
         for salt in range(2):
