@@ -23,7 +23,9 @@ def _expect(condition: bool, name: str, expectation: str, tensor: torch.Tensor) 
 def check_rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
     _expect(x.dim() == 2 and x.dtype in FLOATS, "x", "[T, hidden] of a float type", x)
     known = weight.dtype in FLOATS and weight.device == x.device
-    _expect(known and weight.shape == x.shape[1:], "weight", "[hidden] of a float type, on x's device", weight)
+    _expect(
+        known and weight.shape == x.shape[1:], "weight", "[hidden] of a float type, on x's device", weight
+    )
     if residual is not None:
         known = residual.dtype in (x.dtype, torch.float32) and residual.device == x.device
         _expect(known and residual.shape == x.shape, "residual", "like x, or in float32", residual)
