@@ -6,12 +6,12 @@ are hostile input: no code from the folder is ever run, and a broken file gives 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanochat.engine.chat_template import ChatTemplate
+from nanochat.engine.models.config_reader import read_json_object
 from nanochat.errors import InvalidOption, ModelNotFound, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -96,11 +96,11 @@ def eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset
     the chat template ends an answer: converted and fine-tuned models often name only the base model's.
 
     Raises:
-        UnsupportedModel: one of the files isn't JSON.
+        ModelNotFound: one of the files isn't JSON.
     """
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        settings = _read_json(folder / name)
+        settings = _read_settings(folder / name)
         text_settings = settings.get("text_config")
         for source in (settings, text_settings if isinstance(text_settings, dict) else {}):
             found.update(_token_ids(source.get("eos_token_id")))
@@ -118,11 +118,11 @@ def default_sampling(folder: Path) -> dict[str, float | int]:
     asks for greedy decoding, which is a temperature of 0.
 
     Raises:
-        UnsupportedModel: the file isn't JSON.
+        ModelNotFound: the file isn't JSON.
     """
     from nanochat.engine.config import SamplingParams
 
-    settings = _read_json(folder / "generation_config.json")
+    settings = _read_settings(folder / "generation_config.json")
     found: dict[str, float | int] = {}
     kinds: dict[str, Callable[[float], float | int]] = {
         "temperature": float,
@@ -151,16 +151,6 @@ def _token_ids(value: object) -> Iterable[int]:
     return [item for item in values if isinstance(item, int) and not isinstance(item, bool) and item >= 0]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty when the file isn't there or holds something else.
-
-    Raises:
-        UnsupportedModel: the file isn't JSON.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise UnsupportedModel(f"{path} can't be read ({error}); fetch the model again.") from error
-    return content if isinstance(content, dict) else {}
+def _read_settings(file: Path) -> dict[str, Any]:
+    """A JSON file that a model may have or not."""
+    return read_json_object(file) if file.is_file() else {}

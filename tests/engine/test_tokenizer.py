@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from nanochat.engine.tokenizer import default_sampling, eos_token_ids, load_tokenizer
-from nanochat.errors import ModelNotFound, NanochatError, UnsupportedModel
+from nanochat.errors import ModelNotFound, UnsupportedModel
 from tests.tokenizer_zoo import CORPUS, NAMES, TEXTS, make_tokenizer, write_tokenizer
 
 MESSAGES = [
@@ -203,7 +203,7 @@ class TestEndOfAnswer:
 
     def test_a_broken_file(self, tmp_path: Path) -> None:
         (tmp_path / "generation_config.json").write_text("{")
-        with pytest.raises(NanochatError, match="can't be read"):
+        with pytest.raises(ModelNotFound, match="not valid JSON"):
             eos_token_ids(tmp_path, make_tokenizer("qwen3"))
 
 

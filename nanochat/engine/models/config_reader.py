@@ -118,16 +118,6 @@ class ConfigReader:
             raise self.error(f"{name} must hold texts only")
         return None if value is None else tuple(value)
 
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        """One token id or a list of them; empty if absent."""
-        value = self.get(name)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(
-            isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**24 for item in ids
-        ):
-            raise self.error(f"{name} must be a token id or a list of them, not {_shown(value)}")
-        return tuple(dict.fromkeys(ids))
-
     def _list(self, name: str) -> list[Any] | None:
         value = self.get(name)
         if value is not None and not isinstance(value, list):

@@ -77,10 +77,6 @@ class ModelConfig:
     """0: none."""
     final_softcap: float
     """Of the logits; 0: none."""
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    dtype: str
-    """The type the weights were published in, e.g. ``bfloat16``; what ``auto`` may go by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +134,6 @@ _GEMMA3 = {
     "sliding_window_pattern": 6,
     "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
 }
 
 _GEMMA3_FAMILY = Family(
@@ -179,7 +173,6 @@ FAMILIES: Mapping[str, Family] = {
             "rope_theta": 2_000_000.0,
             "tie_word_embeddings": True,
             "use_sliding_window": False,
-            "eos_token_id": 128_001,
         },
         is_windowed=lambda config, layer: not _rope_flag(config, layer),
         has_rope=_rope_flag,
@@ -193,7 +186,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu
 
 
 def load_model_config(folder: Path) -> ModelConfig:
-    """Read ``config.json`` (and the end-of-sequence ids of ``generation_config.json``).
+    """Read ``config.json``.
 
     Raises:
         ModelNotFound: the file isn't there or isn't JSON.
@@ -209,11 +202,7 @@ def load_model_config(folder: Path) -> ModelConfig:
         )
     text = raw.get("text_config")
     values = _COMMON | dict(family.defaults) | (raw | text if isinstance(text, dict) else raw)
-    config = ConfigReader(values, folder / "config.json")
-    generation = folder / "generation_config.json"
-    eos_source = read_json_object(generation) if generation.is_file() else {}
-    eos = ConfigReader({"eos_token_id": config.get("eos_token_id")} | eos_source, generation)
-    return _model_config(config, family, architecture, eos.token_ids("eos_token_id"))
+    return _model_config(ConfigReader(values, folder / "config.json"), family, architecture)
 
 
 def _architecture(raw: Mapping[str, Any], folder: Path) -> str:
@@ -226,9 +215,7 @@ def _architecture(raw: Mapping[str, Any], folder: Path) -> str:
     return name
 
 
-def _model_config(
-    config: ConfigReader, family: Family, architecture: str, eos_token_ids: tuple[int, ...]
-) -> ModelConfig:
+def _model_config(config: ConfigReader, family: Family, architecture: str) -> ModelConfig:
     hidden_size = config.integer("hidden_size", 1, 2**18)
     num_heads = config.integer("num_attention_heads", 1, 2**14)
     num_kv_heads = config.integer("num_key_value_heads", 1, num_heads, default=num_heads)
@@ -245,7 +232,6 @@ def _model_config(
         raise config.error(f"hidden_act {activation[:40]!r} isn't one of {', '.join(_ACTIVATIONS)}")
     query_scalar = config.number("query_pre_attn_scalar", 1e-6, 1e9, default=float(head_dim))
     layers = _layers(config, family, head_dim)
-    bos_token_ids = config.token_ids("bos_token_id")
     return ModelConfig(
         architecture=architecture,
         vocab_size=config.integer("vocab_size", 2, 2**24),
@@ -271,9 +257,6 @@ def _model_config(
         attention_scale=query_scalar**-0.5,
         attention_softcap=config.number("attn_logit_softcapping", 0.0, 1e9, default=0.0),
         final_softcap=config.number("final_logit_softcapping", 0.0, 1e9, default=0.0),
-        eos_token_ids=eos_token_ids,
-        bos_token_id=bos_token_ids[0] if bos_token_ids else None,
-        dtype=config.text("dtype", default=config.text("torch_dtype", default="float32")),
     )
 
 

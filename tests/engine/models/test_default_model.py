@@ -19,6 +19,7 @@ from nanochat.engine.models.families import load_model_config
 from nanochat.engine.models.resolve import ResolvedModel, resolve_model
 from nanochat.engine.models.weights import load_decoder
 from nanochat.engine.progress import Progress, ignore_progress
+from nanochat.engine.tokenizer import eos_token_ids
 from nanochat.errors import ModelNotFound
 from tests.engine.models.gguf_files import VOCAB_SIZE, write_gguf
 from tests.engine.models.paged import PagedSequences
@@ -153,7 +154,7 @@ class TestTheModelItself:
         tokenizer = AutoTokenizer.from_pretrained(model.path)
         assert tokenizer("Hi").input_ids == tokenizer("Hi", add_special_tokens=False).input_ids
         assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 2)
-        assert load_model_config(model.path).eos_token_ids == (2,)
+        assert eos_token_ids(model.path, tokenizer) == {2}
 
     def test_the_template_adds_its_system_prompt(self, model: ResolvedModel) -> None:
         tokenizer = AutoTokenizer.from_pretrained(model.path)

@@ -97,14 +97,12 @@ class TestPublishedConfigs:
         assert config.attention_scale == 128**-0.5
         assert {layer.window for layer in config.layers} == {0}
         assert config.layers[0].rope == RopeConfig(theta=1e6, rotary_dim=128)
-        assert (config.eos_token_ids, config.bos_token_id, config.dtype) == ((151645,), 151643, "bfloat16")
 
     def test_llama_3_2(self, tmp_path: Path) -> None:
         config = load(tmp_path, LLAMA_3_2_1B)
         rope = config.layers[0].rope
         assert rope is not None
         assert (rope.scaling, rope.factor, rope.original_max_position) == ("llama3", 32.0, 8192)
-        assert config.eos_token_ids == (128001, 128008, 128009)
 
     def test_gemma_3_with_its_eyes_closed(self, tmp_path: Path) -> None:
         config = load(tmp_path, GEMMA_3_4B)
@@ -115,7 +113,6 @@ class TestPublishedConfigs:
         assert full == RopeConfig(theta=1e6, rotary_dim=256, scaling="linear", factor=8.0)
         assert config.embedding_scale == 2560**0.5
         assert (config.activation, config.norm_plus_one, config.output_norms) == ("gelu_tanh", True, True)
-        assert config.eos_token_ids == (1, 106)
 
     @pytest.mark.parametrize("name", FAMILIES)
     def test_what_a_file_leaves_out_is_as_in_transformers(self, name: str, tmp_path: Path) -> None:
@@ -167,10 +164,6 @@ class TestForms:
     def test_dynamic_scaling_is_none_up_to_the_context_length(self, tmp_path: Path) -> None:
         scaled = load(tmp_path, llama_config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}))
         assert scaled.layers == load(tmp_path, llama_config()).layers
-
-    def test_generation_config_knows_the_ends_better(self, tmp_path: Path) -> None:
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-        assert load(tmp_path, llama_config()).eos_token_ids == (7, 9)
 
     def test_layers_of_one_kind_share_their_rope(self, tmp_path: Path) -> None:
         config = load(tmp_path, GEMMA_3_4B)
@@ -253,10 +246,6 @@ class TestUnusable:
             ("rope_scaling", {"rope_type": "default", "partial_rotary_factor": 0.5}),
             ("layer_types", ["full_attention"]),
             ("layer_types", ["linear_attention"] * 2),
-            ("eos_token_id", -5),
-            ("eos_token_id", ["</s>"]),
-            ("bos_token_id", "1"),
-            ("dtype", 16),
         ],
     )
     def test_values(self, name: str, value: Any, tmp_path: Path) -> None:

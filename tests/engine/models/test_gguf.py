@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from nanochat.engine.models.families import load_model_config
 from nanochat.engine.models.gguf import convert_gguf
 from nanochat.engine.models.weights import load_decoder
 from nanochat.engine.progress import Progress
+from nanochat.engine.tokenizer import eos_token_ids
 from nanochat.errors import ModelNotFound, NanochatError, UnsupportedModel
 from tests.engine.models import gguf_files
 from tests.engine.models.paged import PagedSequences
@@ -106,7 +108,8 @@ def test_tensor_types(kind: Type, tmp_path: Path) -> None:
             packed = gguf.quantize(expected.numpy(), kind)
             expected = torch.from_numpy(gguf.dequantize(packed, kind)).to(dtype)
         assert torch.equal(stored[name], expected), name
-    assert load_model_config(folder).dtype == ("bfloat16" if kind == Type.BF16 else "float16")
+    published = json.loads((folder / "config.json").read_text())["dtype"]
+    assert published == ("bfloat16" if kind == Type.BF16 else "float16")
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q6_K], ids=lambda t: t.name)
@@ -152,7 +155,7 @@ def test_tokenizer_and_end_of_sequence_come_along(tmp_path: Path) -> None:
     assert tokenizer.convert_ids_to_tokens(tokenizer("12 cats").input_ids)[:2] == ["1", "2"]
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "Hi"
-    assert load_model_config(folder).eos_token_ids == (2,)
+    assert eos_token_ids(folder, tokenizer) == {2}
 
 
 def test_progress_reaches_its_total(tmp_path: Path) -> None:
