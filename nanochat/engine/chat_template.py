@@ -215,11 +215,6 @@ def encode_messages(
     )
 
 
-def reasoning_tags(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
-    """What encloses the model's reasoning, such as ``("<think>", "</think>")``; None without any."""
-    return ChatTemplate(tokenizer).reasoning_tags
-
-
 def _own_source(tokenizer: PreTrainedTokenizerBase) -> str | None:
     template: object = tokenizer.chat_template
     if isinstance(template, Mapping):

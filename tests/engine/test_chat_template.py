@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from nanochat.engine.chat_template import ChatTemplate, encode_messages, reasoning_tags
+from nanochat.engine.chat_template import ChatTemplate, encode_messages
 from nanochat.errors import InvalidOption, UnsupportedModel
 from tests.tokenizer_zoo import CHAT_NAMES, GEMMA, QWEN3, TEXTS, make_tokenizer
 
@@ -248,12 +248,12 @@ class TestFeatures:
     """What a template can do, found out by looking at it."""
 
     def test_reasoning(self) -> None:
-        assert reasoning_tags(TOKENIZERS["qwen3"]) == ("<think>", "</think>")
-        assert reasoning_tags(TOKENIZERS["smollm2"]) is None
+        assert ChatTemplate(TOKENIZERS["qwen3"]).reasoning_tags == ("<think>", "</think>")
+        assert ChatTemplate(TOKENIZERS["smollm2"]).reasoning_tags is None
         vocabulary = make_tokenizer("smollm2", extra_special_tokens=["[THINK]", "[/THINK]"])
-        assert reasoning_tags(vocabulary) == ("[THINK]", "[/THINK]")
+        assert ChatTemplate(vocabulary).reasoning_tags == ("[THINK]", "[/THINK]")
         template = make_tokenizer("smollm2", chat_template="{{ messages[0].content.split('</think>')[-1] }}")
-        assert reasoning_tags(template) == ("<think>", "</think>")
+        assert ChatTemplate(template).reasoning_tags == ("<think>", "</think>")
 
     def test_a_prompt_that_opens_the_reasoning(self) -> None:
         assert not ChatTemplate(TOKENIZERS["qwen3"]).opens_reasoning()
