@@ -136,9 +136,10 @@ def unpack_int8_pairs(pairs: tl.tensor, NATIVE: tl.constexpr) -> tuple[tl.tensor
 
 
 @triton.jit
-def int8_to_float16(values: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
-    """INT8 as FP16, exactly, four at a time by the trick of `unpack_int8_pairs`."""
-    if NATIVE:
+def int8_to_float(values: tl.tensor, dtype: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
+    """INT8 as ``dtype``, exactly; as FP16 or BF16 four at a time. BF16 needs compute capability 8.0."""
+    if NATIVE and dtype == tl.float16:
+        # 0x64uu is 1024 + u in FP16, and u is the value + 128.
         result = tl.inline_asm_elementwise(
             """
             {
@@ -157,39 +158,29 @@ def int8_to_float16(values: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
             is_pure=True,
             pack=4,
         )
+    elif NATIVE and dtype == tl.bfloat16:
+        # 0x43uu has room for 7 bits: 128 + (value & 127), less 128, or less 256 when the sign bit is set.
+        result = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, b, c, d, minus_one;
+            mov.b32 minus_one, 0xbf80bf80;
+            prmt.b32 a, $2, 0x43434343, 0x4140;
+            prmt.b32 b, $2, 0x43434343, 0x4342;
+            and.b32 c, a, 0xff80ff80;
+            and.b32 d, b, 0xff80ff80;
+            and.b32 a, a, 0xff7fff7f;
+            and.b32 b, b, 0xff7fff7f;
+            fma.rn.bf16x2 $0, c, minus_one, a;
+            fma.rn.bf16x2 $1, d, minus_one, b;
+            }
+            """,
+            constraints="=r,=r,r",
+            args=[values],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
     else:
-        result = values.to(tl.float16)
+        result = values.to(dtype)
     return result
-
-
-@triton.jit
-def int8_to_bfloat16(values: tl.tensor) -> tl.tensor:
-    """INT8 as BF16, exactly. Needs compute capability 8.0; not for the interpreter."""
-    # 0x43uu has room for 7 bits: 128 + (value & 127), less 128, or less 256 when the sign bit is set.
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, c, d, minus_one;
-        mov.b32 minus_one, 0xbf80bf80;
-        prmt.b32 a, $2, 0x43434343, 0x4140;
-        prmt.b32 b, $2, 0x43434343, 0x4342;
-        and.b32 c, a, 0xff80ff80;
-        and.b32 d, b, 0xff80ff80;
-        and.b32 a, a, 0xff7fff7f;
-        and.b32 b, b, 0xff7fff7f;
-        fma.rn.bf16x2 $0, c, minus_one, a;
-        fma.rn.bf16x2 $1, d, minus_one, b;
-        }
-        """,
-        constraints="=r,=r,r",
-        args=[values],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def power_of_two_below(x: tl.tensor) -> tl.tensor:
-    """The largest power of two not above ``x``, a float32 of at least 2 ** -126."""
-    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)

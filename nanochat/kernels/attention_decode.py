@@ -141,7 +141,7 @@ def launch_decode(
         BLOCK_SIZE=cache.block_size,
         BLOCK_M=max(16, next_power_of_2(heads // kv_heads)),
         BLOCK_N=config.block_n,
-        BLOCK_D=next_power_of_2(head_dim),
+        BLOCK_D=max(32 if cache.k_scale is not None else 16, next_power_of_2(head_dim)),
         BLOCK_R=max(64, next_power_of_2(rows)),
         MERGE=config.merge,
         WINDOWED=window > 0,

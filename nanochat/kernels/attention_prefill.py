@@ -14,10 +14,8 @@ import triton.language as tl
 
 from nanochat.kernels.attention_common import (
     check_layout,
-    int8_to_bfloat16,
-    int8_to_float16,
+    int8_to_float,
     load_blocks,
-    power_of_two_below,
     score_scales,
     slots_of,
 )
@@ -112,7 +110,7 @@ def launch_prefill(
         BLOCK_Q=block_q,
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
-        BLOCK_D=next_power_of_2(head_dim),
+        BLOCK_D=max(16, next_power_of_2(head_dim)),
         BLOCK_R=max(32, next_power_of_2(rows + 2)),
         WINDOWED=window > 0,
         CAPPED=softcap > 0,
@@ -206,14 +204,6 @@ def _prefill_kernel(
         first_key_tile = tl.maximum(lowest - window + 1, 0) // BLOCK_N
         whole_tiles = first_key_tile
 
-    row_scale = tl.full([BLOCK_M], qk_scale, tl.float32)
-    if k_scale_ptr is not None:
-        # FP16 holds INT8 exactly, and queries too once their power of two is taken out.
-        q = q.to(tl.float32)
-        power = power_of_two_below(tl.maximum(tl.max(tl.abs(q), 1), 2.0**-126))
-        q = (q / power[:, None]).to(tl.float16)
-        row_scale *= power
-
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -227,7 +217,7 @@ def _prefill_kernel(
             acc,
             norm,
             peak,
-            row_scale,
+            qk_scale,
             query_positions,
             k_ptr + head * kv_stride_head,
             v_ptr + head * kv_stride_head,
@@ -260,7 +250,7 @@ def _attend(
     acc: tl.tensor,
     norm: tl.tensor,
     peak: tl.tensor,
-    row_scale: tl.tensor,
+    qk_scale: tl.tensor,
     query_positions: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
@@ -286,6 +276,8 @@ def _attend(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Fold key tiles ``first_tile .. last_tile - 1`` into the running softmax of the query tile."""
     INT8: tl.constexpr = k_scale_ptr is not None
+    # With INT8 the weights carry V's scales, whose range FP16 has not.
+    WEIGHT_DTYPE: tl.constexpr = tl.bfloat16 if HAS_BF16 else tl.float32
     keys = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     # Block numbers are fetched a tile ahead: a load that waits for a load pipelines badly.
@@ -315,13 +307,13 @@ def _attend(
         blocks = load_blocks(table, tile + 1, keys, context_len, BLOCK_N, BLOCK_SIZE)
 
         if INT8:
-            k = int8_to_float16(k, NATIVE)
+            k = int8_to_float(k, q.dtype, NATIVE)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if INT8:
             scores *= k_scale[None, :]
-        to_log2 = row_scale
+        to_log2 = qk_scale
         if CAPPED:
-            scores = tanh(scores * row_scale[:, None])
+            scores = tanh(scores * qk_scale)
             to_log2 = cap
         if MASKED:
             visible = positions[None, :] <= query_positions[:, None]
@@ -332,16 +324,12 @@ def _attend(
         base = new_peak
         if WINDOWED:  # a row may have seen nothing yet
             base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        if CAPPED:
-            weights = tl.exp2(scores * cap - base[:, None])
-        else:
-            weights = tl.exp2(scores * row_scale[:, None] - base[:, None])
+        weights = tl.exp2(scores * to_log2 - base[:, None])
         shrink = tl.exp2(peak - base)
-        peak = new_peak
         norm = norm * shrink + tl.sum(weights, 1)
         if INT8:
-            # BF16 or wider: the weights carry V's scales, whose range FP16 has not.
             weights *= v_scale[None, :]
-            v = int8_to_bfloat16(v) if HAS_BF16 else v.to(tl.float32)
+            v = int8_to_float(v, WEIGHT_DTYPE, NATIVE)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        peak = new_peak
     return acc, norm, peak

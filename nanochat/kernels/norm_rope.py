@@ -141,7 +141,7 @@ def rope(
         BLOCK_HALF=next_power_of_2(half),
         BLOCK_REST=next_power_of_2(rest) if rest else 0,
         DEPENDENT=dependent,
-        num_warps=4,
+        num_warps=8,
         launch_pdl=dependent,
     )
     return new_q, new_k

@@ -17,11 +17,12 @@ import triton.language as tl
 
 from nanochat.kernels.triton_utils import dependent_launch, enter
 
-_CANDIDATES = 4096
-_BLOCK = 4096
-_BINS = tl.constexpr(256)
-_BINS_PER_UNIT = tl.constexpr(4.0)
-"""Tokens are first binned by how far, in units of temperature, their score lies below the best."""
+_BLOCK = 8192
+"""Scores a program reads at once, and at most copies aside."""
+_BINS = tl.constexpr(7)
+_BIN_WIDTH = tl.constexpr(2.0)
+"""Tokens are first binned by how far, in units of temperature, their score lies below the best: in bins of
+this width, and beyond the last."""
 
 
 def sample_tokens(
@@ -69,8 +70,8 @@ def sample_tokens(
                 f"it is {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
             )
     token_ids = torch.empty(rows, dtype=torch.int64, device=scores.device)
-    candidates = torch.empty((rows, _CANDIDATES), dtype=torch.float32, device=scores.device)
-    candidate_ids = torch.empty((rows, _CANDIDATES), dtype=torch.int32, device=scores.device)
+    candidates = torch.empty((rows, _BLOCK), dtype=torch.float32, device=scores.device)
+    candidate_ids = torch.empty((rows, _BLOCK), dtype=torch.int32, device=scores.device)
     dependent = dependent_launch(scores.device)
     _sample_kernel[(rows,)](
         scores,
@@ -85,10 +86,9 @@ def sample_tokens(
         candidate_ids,
         scores.stride(0),
         vocab_size,
-        CANDIDATES=_CANDIDATES,
         BLOCK=_BLOCK,
         DEPENDENT=dependent,
-        num_warps=8,
+        num_warps=16,
         launch_pdl=dependent,
     )
     return token_ids
@@ -108,15 +108,14 @@ def _sample_kernel(
     candidate_ids_ptr: tl.tensor,
     scores_stride: int,
     vocab_size: int,
-    CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     enter(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     scores_ptr += row * scores_stride
-    candidates_ptr += row * CANDIDATES
-    candidate_ids_ptr += row * CANDIDATES
+    candidates_ptr += row * BLOCK
+    candidate_ids_ptr += row * BLOCK
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
@@ -132,9 +131,7 @@ def _sample_kernel(
     is_copy = False
     total = tl.full([], 0.0, tl.float64)
     if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
-        last_bin, count, total = _choose_candidates(
-            scores_ptr, vocab_size, best, temperature, CANDIDATES, BLOCK
-        )
+        last_bin, count, total = _choose_candidates(scores_ptr, vocab_size, best, temperature, BLOCK)
         mass = _copy_candidates(
             scores_ptr, vocab_size, best, temperature, last_bin, candidates_ptr, candidate_ids_ptr, BLOCK
         )
@@ -145,7 +142,7 @@ def _sample_kernel(
         elif top_p < 1.0:
             is_copy = (count > 0) & (mass >= top_p * total)
         else:
-            is_copy = tl.exp(-(last_bin + 1) / _BINS_PER_UNIT) < min_p * 0.999
+            is_copy = tl.exp(-(last_bin + 1) * _BIN_WIDTH) < min_p * 0.999
         if is_copy:
             source_ptr = candidates_ptr
             size = count
@@ -214,29 +211,29 @@ def _best_score(scores_ptr: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> 
 
 @triton.jit
 def _bin_of(scores: tl.tensor, best: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    distance = (best - scores) / temperature
-    return tl.minimum(distance * _BINS_PER_UNIT, _BINS - 1.0).to(tl.int32)
+    return tl.minimum((best - scores) / temperature * (1.0 / _BIN_WIDTH), _BINS * 1.0).to(tl.int32)
 
 
 @triton.jit
 def _choose_candidates(
-    scores_ptr: tl.tensor,
-    size: tl.tensor,
-    best: tl.tensor,
-    temperature: tl.tensor,
-    CANDIDATES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    scores_ptr: tl.tensor, size: tl.tensor, best: tl.tensor, temperature: tl.tensor, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The last bin up to which the tokens number at most ``CANDIDATES``, their number, and the row's weight."""
-    histogram = tl.zeros([_BINS], tl.int32)
-    total = tl.full([], 0.0, tl.float64)
+    """The last bin up to which the tokens number at most ``BLOCK``, their number, and the row's weight."""
+    # A byte for each bin: a lane counts one token a block, and no vocabulary has 255 blocks.
+    counts = tl.zeros([BLOCK], tl.int64)
+    weights = tl.zeros([BLOCK], tl.float32)
     for start in range(0, size, BLOCK):
         scores = _load_scores(scores_ptr, start, size, BLOCK)
-        histogram += tl.histogram(_bin_of(scores, best, temperature), _BINS)
-        total += tl.sum(tl.exp((scores - best) / temperature), 0).to(tl.float64)
-    counts = tl.cumsum(histogram, 0)
-    fits = (counts <= CANDIDATES) & (tl.arange(0, _BINS) < _BINS - 1)
-    return tl.sum(fits.to(tl.int32), 0) - 1, tl.max(tl.where(fits, counts, 0), 0), total
+        counts += tl.full([BLOCK], 1, tl.int64) << (8 * _bin_of(scores, best, temperature)).to(tl.int64)
+        weights += tl.exp((scores - best) / temperature)
+    last_bin = -1
+    chosen = tl.full([], 0, tl.int32)
+    count = tl.full([], 0, tl.int32)
+    for index in tl.static_range(_BINS):
+        count += tl.sum(((counts >> (8 * index)) & 255).to(tl.int32), 0)
+        last_bin = tl.where(count <= BLOCK, index, last_bin)
+        chosen = tl.where(count <= BLOCK, count, chosen)
+    return last_bin, chosen, tl.sum(weights.to(tl.float64), 0)
 
 
 @triton.jit
@@ -251,17 +248,19 @@ def _copy_candidates(
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """Copy the scores up to ``last_bin`` and their ids, in order; returns their weight."""
-    copied = 0
-    mass = tl.full([], 0.0, tl.float64)
+    copied = tl.full([], 0, tl.int32)
+    weights = tl.zeros([BLOCK], tl.float32)
     for start in range(0, size, BLOCK):
         scores = _load_scores(scores_ptr, start, size, BLOCK)
         chosen = _bin_of(scores, best, temperature) <= last_bin
-        places = copied + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        tl.store(candidates_ptr + places, scores, mask=chosen)
-        tl.store(candidate_ids_ptr + places, start + tl.arange(0, BLOCK), mask=chosen)
-        copied += tl.sum(chosen.to(tl.int32), 0)
-        mass += tl.sum(tl.where(chosen, tl.exp((scores - best) / temperature), 0.0), 0).to(tl.float64)
-    return mass
+        count = tl.sum(chosen.to(tl.int32), 0)
+        if count > 0:
+            places = copied + tl.cumsum(chosen.to(tl.int32), 0) - 1
+            tl.store(candidates_ptr + places, scores, mask=chosen)
+            tl.store(candidate_ids_ptr + places, start + tl.arange(0, BLOCK), mask=chosen)
+            weights += tl.where(chosen, tl.exp((scores - best) / temperature), 0.0)
+            copied += count
+    return tl.sum(weights.to(tl.float64), 0)
 
 
 @triton.jit
@@ -274,14 +273,14 @@ def _above(
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """How many scores lie above the key's, and their weight."""
-    count = tl.full([], 0, tl.int32)
-    mass = tl.full([], 0.0, tl.float64)
+    counts = tl.zeros([BLOCK], tl.int32)
+    weights = tl.zeros([BLOCK], tl.float32)
     for start in range(0, size, BLOCK):
         scores = _load_scores(source_ptr, start, size, BLOCK)
         above = _key_of(scores) > key
-        count += tl.sum(above.to(tl.int32), 0)
-        mass += tl.sum(tl.where(above, tl.exp((scores - best) / temperature), 0.0), 0).to(tl.float64)
-    return count, mass
+        counts += above.to(tl.int32)
+        weights += tl.where(above, tl.exp((scores - best) / temperature), 0.0)
+    return tl.sum(counts, 0), tl.sum(weights.to(tl.float64), 0)
 
 
 @triton.jit
@@ -321,10 +320,13 @@ def _kept_weights(
     """Weights of a block, 0 where the filters drop a token, and the number of its tokens at the cut."""
     keys = _key_of(scores)
     at_cut = (keys == cut).to(tl.int32)
-    rank = ties_before + tl.cumsum(at_cut, 0)
+    num_ties = tl.sum(at_cut, 0)
     weights = tl.exp((scores - best) / temperature)
-    kept = ((keys > cut) | ((keys == cut) & (rank <= ties))) & (weights >= min_p)
-    return tl.where(kept, weights, 0.0), tl.sum(at_cut, 0)
+    weights = tl.where((keys >= cut) & (weights >= min_p), weights, 0.0)
+    if ties_before + num_ties > ties:
+        rank = ties_before + tl.cumsum(at_cut, 0)
+        weights = tl.where((keys == cut) & (rank > ties), 0.0, weights)
+    return weights, num_ties
 
 
 @triton.jit
@@ -340,31 +342,31 @@ def _draw(
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """The index at which a share ``uniform`` of the kept weight is passed."""
-    total = tl.full([], 0.0, tl.float64)
-    at_cut = 0
+    all_weights = tl.zeros([BLOCK], tl.float32)
+    at_cut = tl.full([], 0, tl.int32)
     for start in range(0, size, BLOCK):
         scores = _load_scores(source_ptr, start, size, BLOCK)
         weights, num_ties = _kept_weights(scores, at_cut, cut, ties, best, temperature, min_p)
-        total += tl.sum(weights, 0).to(tl.float64)
+        all_weights += weights
         at_cut += num_ties
-    target = uniform * total
+    target = uniform * tl.sum(all_weights.to(tl.float64), 0)
     before = tl.full([], 0.0, tl.float64)
-    at_cut = 0
+    at_cut = tl.full([], 0, tl.int32)
     start = 0
     index = -1
     last_kept = 0
+    offsets = tl.arange(0, BLOCK)
     while (index < 0) & (start < size):
         scores = _load_scores(source_ptr, start, size, BLOCK)
         weights, num_ties = _kept_weights(scores, at_cut, cut, ties, best, temperature, min_p)
         mass = tl.sum(weights, 0).to(tl.float64)
-        offsets = tl.arange(0, BLOCK)
-        last_here = tl.max(tl.where(weights > 0, offsets, -1), 0)
-        last_kept = tl.where(last_here >= 0, start + last_here, last_kept)
+        if mass > 0.0:
+            last_kept = start + tl.max(tl.where(weights > 0, offsets, 0), 0)
         if before + mass > target:
             sums = before + tl.cumsum(weights.to(tl.float64), 0)
             first = tl.min(tl.where((sums > target) & (weights > 0), offsets, BLOCK), 0)
             # By rounding, the running sum may fall short of the block's: then the last token it is.
-            index = start + tl.where(first < BLOCK, first, last_here)
+            index = tl.where(first < BLOCK, start + first, last_kept)
         before += mass
         at_cut += num_ties
         start += BLOCK

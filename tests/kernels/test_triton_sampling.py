@@ -57,8 +57,7 @@ def expected_tokens(
 def test_tokens_are_those_of_the_engine(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         # Several blocks a row, and candidates that hold some rows' tokens but not all.
-        monkeypatch.setattr(sampling, "_BLOCK", 256)
-        monkeypatch.setattr(sampling, "_CANDIDATES", 64)
+        monkeypatch.setattr(sampling, "_BLOCK", 128)
     generator = torch.Generator().manual_seed(0)
     vocab_size = 600 if INTERPRETED else 151_936
     scores = (
