@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from nanochat.kernels import checks, cpu, reference
+from nanochat.kernels import checks, cpu
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 
 __all__ = [
@@ -31,7 +31,11 @@ __all__ = [
 
 def _backend(tensor: torch.Tensor) -> ModuleType:
     """The module whose functions are fastest where ``tensor`` lies."""
-    return cpu if tensor.device.type == "cpu" else reference
+    if tensor.device.type == "cpu":
+        return cpu
+    from nanochat.kernels import gpu  # it needs Triton, which a machine without a GPU may not have
+
+    return gpu
 
 
 def rms_norm(
