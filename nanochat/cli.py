@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
 
 from nanochat.commands import ask, perplexity, simulate
-from nanochat.commands.options import add_engine_options, engine_config
+from nanochat.commands.options import EARLY, add_engine_options, engine_config
 from nanochat.errors import NanochatError
+from nanochat.visible import visible
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     parser = make_parser()
     args = parser.parse_args(argv)
+    _take_early_options(parser, args)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a "?" beats a traceback where the locale lacks a character
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
     except NanochatError as error:
-        print(f"nanochat: {error}", file=sys.stderr)
+        print(f"nanochat: {visible(str(error)).replace(chr(10), ' ')}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output has gone. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _abandon_output()
+        return 1
+    except OSError as error:  # above all, a full disk under our output
+        _abandon_output()
+        print(f"nanochat: {error.strerror or error}.", file=sys.stderr)
         return 1
 
 
@@ -35,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="nanochat",
         description="Chat with language models on your own machine, many at once. Without a command: the app.",
     )
-    add_engine_options(parser)
+    add_engine_options(parser, prefix=EARLY)
     parser.set_defaults(run=_run_app)
     commands = parser.add_subparsers(title="commands", metavar="")
     for name, module, summary in (
@@ -44,9 +55,29 @@ def make_parser() -> argparse.ArgumentParser:
         ("simulate", simulate, "the scheduler alone, without a model"),
     ):
         command = commands.add_parser(name, help=summary, description=module.__doc__)
+        command.set_defaults(engine_options={})
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser
+
+
+def _take_early_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Engine options written before a command count for it, unless it has them itself; or are wrong usage."""
+    for early in [name for name in vars(args) if name.startswith(EARLY)]:
+        name = early.removeprefix(EARLY)
+        if name not in args.engine_options:
+            parser.error(f"{parser.get_default('engine_options')[name]} has no effect on this command")
+        if not hasattr(args, name):
+            setattr(args, name, getattr(args, early))
+
+
+def _abandon_output() -> None:
+    """Write what can still be written; of the rest, Python would complain again when it flushes at exit."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run_app(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from nanochat.cli import main
+from nanochat.visible import visible
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,22 @@ def own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ask(model: Path, *arguments: str) -> int:
     return main(["ask", "--model", str(model), "--device", "cpu", "--kv-blocks", "64", *arguments])
+
+
+class Output(io.TextIOWrapper):
+    """Standard output as a test wants it."""
+
+    def __init__(self, encoding: str = "utf-8", *, terminal: bool = False) -> None:
+        super().__init__(io.BytesIO(), encoding=encoding)
+        self._is_terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    @property
+    def text(self) -> str:
+        self.flush()
+        return self.buffer.getvalue().decode(self.encoding)  # type: ignore[attr-defined]
 
 
 class TestAsk:
@@ -47,6 +64,40 @@ class TestAsk:
         text = json.loads(capsys.readouterr().out)["text"]
         assert ask(tiny_llama, *options) == 0
         assert capsys.readouterr().out == text + "\n"
+
+    def test_a_terminal_is_sent_nothing_that_it_would_obey(
+        self, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What goes into a file or another program stays as the model wrote it."""
+        texts = []
+        for terminal in (False, True):
+            output = Output(terminal=terminal)
+            monkeypatch.setattr(sys, "stdout", output)
+            options = ("Hi", "--seed", "1", "--temperature", "50", "--max-tokens", "200")
+            assert ask(tiny_llama, *options) == 0
+            texts.append(output.text)
+        assert texts[1] == visible(texts[0])
+        assert not {"\x1b", "\x07", "\x9b"}.isdisjoint(texts[0])
+        assert {"\x1b", "\x07", "\x9b"}.isdisjoint(texts[1])
+
+    @pytest.mark.parametrize("json_option", [[], ["--json"]])
+    def test_an_output_without_all_characters(
+        self, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, json_option: list[str]
+    ) -> None:
+        output = Output("ascii")
+        monkeypatch.setattr(sys, "stdout", output)
+        assert ask(tiny_llama, "Hi", "--seed", "3", "--max-tokens", "12", *json_option) == 0
+        if json_option:
+            assert "\N{REPLACEMENT CHARACTER}" in json.loads(output.text)["text"]
+        else:
+            assert "?" in output.text
+
+    def test_no_standard_input_at_all(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys, "stdin", None)
+        assert main(["ask"]) == 1
+        assert "There is no question" in capsys.readouterr().err
 
     @pytest.mark.parametrize("argument", [[], ["-"]])
     def test_reads_standard_input(
@@ -80,6 +131,7 @@ class TestAsk:
         (["ask", "hi", "--kv-blocks", "0"], "num_kv_blocks must be"),
         (["ask", "hi", "--config", "/no/such.toml"], "check the path given to --config"),
         (["ask", "hi", "--tp", "2", "--device", "cpu"], "--tp"),
+        (["ask", "hi", "--model", "a\x1b]0;b\x07\nc"], "a␛]0;b␇ c"),
     ],
 )
 def test_mistakes_are_one_sentence_and_status_1(
@@ -102,12 +154,42 @@ def test_a_prompt_over_the_limit_states_both_numbers(
     assert "Traceback" not in message
 
 
-@pytest.mark.parametrize("arguments", [["--no-such-option"], ["ask", "--kv", "int3", "hi"], ["frobnicate"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--no-such-option"],
+        ["ask", "--kv", "int3", "hi"],
+        ["frobnicate"],
+        ["--model", "x", "simulate"],
+        ["--block-size", "8", "simulate"],
+        ["--no-prefix-cache", "perplexity", "text.txt"],
+    ],
+)
 def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
     assert "usage: nanochat" in capsys.readouterr().err
+
+
+def test_options_before_a_command_count_unless_it_has_them_itself(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    early = ["--model", str(tiny_llama), "--device", "cpu", "--kv-blocks", "8", "--system", "S"]
+    assert main([*early, "ask", "x" * 500]) == 1
+    assert "127" in capsys.readouterr().err
+    assert main([*early, "ask", "x" * 500, "--kv-blocks", "16"]) == 1
+    assert "255" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_sentence(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (["simulate"], ["simulate", "--json"]):
+        with open("/dev/full", "w") as full:
+            monkeypatch.setattr(sys, "stdout", full)
+            assert main(arguments) == 1
+        assert capsys.readouterr().err == "nanochat: No space left on device.\n"
 
 
 def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch, tiny_llama: Path) -> None:

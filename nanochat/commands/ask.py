@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanochat.commands.options import add_engine_options, engine_config
 from nanochat.errors import InvalidOption, NanochatError
+from nanochat.visible import visible
 
 if TYPE_CHECKING:
     from nanochat.engine.outputs import RequestOutput
@@ -46,26 +47,27 @@ def run(args: argparse.Namespace) -> int:
 
     from nanochat.engine.engine import Engine
 
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
     with Engine(config) as engine:
         params = settings.sampling_params(engine.default_sampling, overrides)
         handle = engine.submit(messages, params)
         try:
             for event in handle:
                 if not args.json:
-                    print(event.text, end="", flush=True)
+                    print(visible(event.text) if is_terminal else event.text, end="", flush=True)
             output = handle.result()
         finally:
             handle.cancel()
     if output.error is not None:
         raise NanochatError(output.error)
-    print(json.dumps(_report(output), ensure_ascii=False) if args.json else "")
+    print(json.dumps(_report(output)) if args.json else "")
     return 0
 
 
 def _read_prompt(argument: str | None) -> str:
     if argument is not None and argument != "-":
         prompt = argument
-    elif argument is None and sys.stdin.isatty():
+    elif sys.stdin is None or (argument is None and sys.stdin.isatty()):
         raise InvalidOption('There is no question; write it after ask: nanochat ask "Why is the sky blue?"')
     else:
         prompt = sys.stdin.buffer.read().decode("utf-8", errors="replace")

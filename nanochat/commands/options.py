@@ -10,20 +10,34 @@ from typing import get_args
 from nanochat.engine.config import Device, DType, EngineConfig, KVDType
 from nanochat.settings import Settings, load_settings
 
+EARLY = "early:"
+"""Begins the names of options written before a command."""
 
-def add_engine_options(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
+
+def add_engine_options(
+    parser: argparse.ArgumentParser, leave_out: Collection[str] = (), *, prefix: str = ""
+) -> None:
     """Add them. Their defaults are absent, so that the settings file can say what the command line doesn't.
 
-    ``leave_out``: fields that mean nothing to this command; it refuses the options for them.
+    The parsed arguments' ``engine_options`` tells which there are, as flags by name.
+
+    Args:
+        leave_out: fields that mean nothing to this command; it refuses the options for them.
+        prefix: put before the names of the parsed values.
     """
     group = parser.add_argument_group("model and engine")
+    flags: dict[str, str] = {}
+    parser.set_defaults(engine_options=flags)
 
     def option(flag: str, dest: str, help: str, **how: object) -> None:
         if dest in leave_out:
             return
-        group.add_argument(flag, dest=dest, help=help, default=argparse.SUPPRESS, **how)  # type: ignore[arg-type]
+        flags[dest] = flag
+        group.add_argument(flag, dest=prefix + dest, help=help, default=argparse.SUPPRESS, **how)  # type: ignore[arg-type]
 
-    option("--model", "model", "a folder, a .gguf file or a Hub id; left out: the default model")
+    option(
+        "--model", "model", "a folder, a .gguf file or a Hub id; left out: the default model", metavar="MODEL"
+    )
     option("--kv", "kv_dtype", "type of the KV cache", choices=get_args(KVDType))
     option("--device", "device", "where to run", choices=get_args(Device))
     option("--dtype", "dtype", "type of weights and activations", choices=get_args(DType))

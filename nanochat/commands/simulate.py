@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from nanochat.engine.config import EngineConfig
 from nanochat.engine.simulation import (
     ANSWER_TOKENS,
     BLOCK_SIZE,
     TABLE,
-    Arrival,
     CaseResult,
     CostModel,
     Percentiles,
@@ -23,11 +24,24 @@ from nanochat.engine.simulation import (
 )
 from nanochat.errors import InvalidOption
 
+_ENGINE, _COST = EngineConfig(), CostModel()
+TRACE_OPTIONS: Mapping[str, tuple[float, str]] = {
+    "kv_blocks": (2048, "KV blocks in the cache"),
+    "block_size": (_ENGINE.block_size, "tokens per KV block"),
+    "max_seqs": (_ENGINE.max_num_seqs, "most requests in one step"),
+    "max_batched_tokens": (_ENGINE.max_num_batched_tokens, "most tokens in one step"),
+    "shared_prefix": (0, "first tokens that all prompts have in common"),
+    "speed": (1.0, "arrivals so many times as fast"),
+    "step_ms": (_COST.step_s * 1e3, "simulated milliseconds of a step"),
+    "token_us": (_COST.token_s * 1e6, "and simulated microseconds of each token in it"),
+}
+"""What replaying a trace takes, with its default and its help."""
+MAX_KV_BLOCKS = 10_000_000
+"""A cache of more would only fill the memory of whoever simulates it."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The trace to replay, what to replay it on, and how to print."""
-    defaults = EngineConfig()
-    cost = CostModel()
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument(
         "--trace",
@@ -36,19 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replay these arrivals: columns TIMESTAMP, ContextTokens, GeneratedTokens",
     )
     group = parser.add_argument_group("with --trace")
+    for name, (default, help) in TRACE_OPTIONS.items():
+        metavar = "N" if isinstance(default, int) else "X"
+        group.add_argument(_flag(name), type=type(default), metavar=metavar, help=f"{help} ({default:g})")
 
-    def option(flag: str, kind: type, default: float, help: str) -> None:
-        metavar = "N" if kind is int else "X"
-        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{help} ({default:g})")
 
-    option("--kv-blocks", int, 2048, "KV blocks in the cache")
-    option("--block-size", int, defaults.block_size, "tokens per KV block")
-    option("--max-seqs", int, defaults.max_num_seqs, "most requests in one step")
-    option("--max-batched-tokens", int, defaults.max_num_batched_tokens, "most tokens in one step")
-    option("--shared-prefix", int, 0, "first tokens that all prompts have in common")
-    option("--speed", float, 1, "arrivals so many times as fast")
-    option("--step-ms", float, cost.step_s * 1e3, "simulated milliseconds of a step")
-    option("--token-us", float, cost.token_s * 1e6, "and simulated microseconds of each token in it")
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,34 +66,41 @@ def run(args: argparse.Namespace) -> int:
         InvalidOption: a number that can't work, or a trace that can't be read.
         NotEnoughMemory: the simulated cache is too small for any request.
     """
+    given = {name: getattr(args, name) for name in TRACE_OPTIONS if getattr(args, name) is not None}
     if args.trace is None:
+        if given:
+            raise InvalidOption(f"{_flag(next(iter(given)))} is for replaying a trace; add --trace FILE.csv.")
         results = [run_case(case) for case in TABLE]
         if args.json:
             print(json.dumps({"cases": [asdict(result) for result in results]}))
         else:
             print(format_table(results))
         return 0
-    result = _replay(args)
+    result = _replay(args.trace, {name: default for name, (default, _) in TRACE_OPTIONS.items()} | given)
     print(json.dumps({"trace": asdict(result)}) if args.json else format_replay(result))
     return 0
 
 
-def _replay(args: argparse.Namespace) -> ReplayResult:
+def _replay(trace: Path, options: Mapping[str, Any]) -> ReplayResult:
     config = EngineConfig(
-        num_kv_blocks=args.kv_blocks,
-        block_size=args.block_size,
-        max_num_seqs=args.max_seqs,
-        max_num_batched_tokens=args.max_batched_tokens,
+        num_kv_blocks=options["kv_blocks"],
+        block_size=options["block_size"],
+        max_num_seqs=options["max_seqs"],
+        max_num_batched_tokens=options["max_batched_tokens"],
     )
-    if not (args.speed > 0 and args.step_ms > 0 and args.token_us >= 0 and args.shared_prefix >= 0):
+    if options["kv_blocks"] > MAX_KV_BLOCKS:
+        raise InvalidOption(f"--kv-blocks can be at most {MAX_KV_BLOCKS:,} here.")
+    speed, step_ms, token_us = options["speed"], options["step_ms"], options["token_us"]
+    if not (1e-6 <= speed <= 1e6 and 1e-3 <= step_ms <= 1e6 and 0 <= token_us <= 1e9):
         raise InvalidOption(
-            "--speed and --step-ms must be above 0, --token-us and --shared-prefix at least 0."
+            "--speed must be between 1e-6 and 1e6, --step-ms between 0.001 and 1e6, "
+            "--token-us between 0 and 1e9."
         )
-    arrivals: list[Arrival] = [
-        replace(arrival, time_s=arrival.time_s / args.speed) for arrival in read_trace(args.trace)
-    ]
-    cost = CostModel(args.step_ms / 1e3, args.token_us / 1e6)
-    return Replay(arrivals, config, cost=cost, shared_prefix_tokens=args.shared_prefix).run()
+    if options["shared_prefix"] < 0:
+        raise InvalidOption("--shared-prefix must be at least 0.")
+    arrivals = [replace(arrival, time_s=arrival.time_s / speed) for arrival in read_trace(trace)]
+    cost = CostModel(step_ms / 1e3, token_us / 1e6)
+    return Replay(arrivals, config, cost=cost, shared_prefix_tokens=options["shared_prefix"]).run()
 
 
 def format_table(results: list[CaseResult]) -> str:

@@ -221,7 +221,7 @@ class Replay:
         self._cost = cost
         self._arrivals = deque(arrivals)
         self._randoms = random.Random(0)
-        self._shared = self._random_tokens(shared_prefix_tokens)
+        self._shared = self._random_tokens(min(shared_prefix_tokens, self._scheduler.max_model_len))
         self._clock_s = 0.0
         self._steps = self._refused = self._computed = self._peak_blocks = 0
         self._answers: dict[Request, int] = {}
@@ -262,15 +262,16 @@ class Replay:
         return list(memoryview(self._randoms.randbytes(2 * count)).cast("H"))
 
     def _arrive(self, arrival: Arrival) -> None:
+        try:
+            self._scheduler.check_fits(arrival.prompt_tokens)
+        except PromptTooLong:
+            self._refused += 1
+            return
         shared = self._shared[: arrival.prompt_tokens]
         prompt = shared + self._random_tokens(arrival.prompt_tokens - len(shared))
         params = SamplingParams(max_tokens=max(SamplingParams().max_tokens, arrival.answer_tokens))
         request = Request(len(self._born), prompt, params, frozenset([EOS]), arrival_s=arrival.time_s)
-        try:
-            self._scheduler.add(request)
-        except PromptTooLong:
-            self._refused += 1
-            return
+        self._scheduler.add(request)
         self._answers[request] = arrival.answer_tokens
         self._born[request] = self._steps
 

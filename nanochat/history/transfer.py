@@ -15,6 +15,7 @@ from typing import Any, NoReturn, get_args
 
 from nanochat.errors import HistoryError
 from nanochat.history.records import Chat, Message, Role, State, storable_text
+from nanochat.visible import visible
 
 FORMAT = "nanochat chat"
 VERSION = 1
@@ -31,9 +32,6 @@ MAX_OPTIONS = 100
 MAX_TIME = 7_258_118_400.0
 """The year 2200, in seconds since 1970: any later one may be beyond what dates can hold."""
 
-_CONTROLS = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"}
-_CONTROLS |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
-"""Visible stand-ins: a file that is shown in a terminal must not command it."""
 _JSON_CONTROLS = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 
@@ -48,7 +46,7 @@ def to_markdown(chat: Chat, path: Sequence[Message]) -> str:
         parts += [f"## {'You' if message.role == 'user' else 'Assistant'}", _close_fence(message.text)]
         if footer := _footer(message):
             parts.append(f"*{footer}*")
-    return "\n\n".join(parts).translate(_CONTROLS) + "\n"
+    return visible("\n\n".join(parts)) + "\n"
 
 
 def _footer(message: Message) -> str:

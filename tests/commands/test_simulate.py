@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,14 +61,31 @@ def test_a_trace_as_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None
     assert result["prefix_hit_rate"] > 0
 
 
+def test_lengths_beyond_the_cache_cost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(f"{TRACE}2023-11-16 18:15:48,{10**15},3\n", encoding="utf-8")
+    assert main(["simulate", "--trace", str(path), "--json", "--shared-prefix", str(10**15)]) == 0
+    result = json.loads(capsys.readouterr().out)["trace"]
+    assert (result["requests"], result["refused"]) == (3, 1)
+
+
+def test_an_output_without_the_micro_sign(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    assert main(["simulate", "--trace", trace]) == 0
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (["--trace", "none.csv"], "can't be read"),
         (["--trace", "{trace}", "--kv-blocks", "0"], "num_kv_blocks must be a whole number between 1"),
-        (["--trace", "{trace}", "--speed", "0"], "--speed and --step-ms must be above 0"),
-        (["--trace", "{trace}", "--speed", "nan"], "--speed and --step-ms must be above 0"),
-        (["--trace", "{trace}", "--shared-prefix", "-1"], "--shared-prefix at least 0"),
+        (["--trace", "{trace}", "--kv-blocks", "10000001"], "--kv-blocks can be at most 10,000,000"),
+        (["--trace", "{trace}", "--speed", "0"], "--speed must be between"),
+        (["--trace", "{trace}", "--speed", "nan"], "--speed must be between"),
+        (["--trace", "{trace}", "--step-ms", "inf"], "--step-ms between"),
+        (["--trace", "{trace}", "--shared-prefix", "-1"], "--shared-prefix must be at least 0"),
+        (["--max-seqs", "3"], "--max-seqs is for replaying a trace; add --trace"),
     ],
 )
 def test_one_line_says_what_is_wrong(
