@@ -25,7 +25,7 @@ class Action:
     slash: str = ""
     """Name of the slash command, without the slash."""
     argument: str = ""
-    """What the slash command takes after its name, for the help."""
+    """What the slash command may take after its name, for the help."""
     footer: str = ""
     """Label in the key bar; empty: not shown there."""
     in_palette: bool = True
@@ -48,9 +48,9 @@ ACTIONS: tuple[Action, ...] = (
     Action("screenshot", "Screenshot", "save the screen as an SVG picture", "f5", "F5", "screenshot", footer="screenshot", of_app=True),
     Action("command_palette", "Commands", "search everything here by name", "ctrl+p", "^P", footer="commands", in_palette=False),
     Action("help", "Help", "this page", "f1", "F1", "help", footer="help"),
-    Action("system", "System prompt", "show or set what the model is told first", slash="system", argument="[text]"),
-    Action("set", "Sampling settings", "show or set, such as /set temperature 0.2", slash="set", argument="[name value]"),
-    Action("drop_oldest", "Drop oldest turns", "leave out as many as the context needs, or a number", slash="drop", argument="[turns]"),
+    Action("system", "System prompt", "show or set what the model is told first", slash="system", argument="TEXT"),
+    Action("set", "Sampling settings", "show or set, such as /set temperature 0.2", slash="set", argument="NAME VALUE"),
+    Action("drop_oldest", "Drop oldest turns", "leave out as many as the context needs, or a number", slash="drop", argument="TURNS"),
     Action("clear_chat", "Clear chat", "forget this chat's messages", slash="clear"),
     Action("toggle_theme", "Light or dark", "switch the colours", slash="theme"),
     Action("scroll_back", "Scroll up", "a page up in the chat", "pageup", "PgUp", in_palette=False),

@@ -23,6 +23,7 @@ HISTORY = 240
 FLASH = 6
 """Refreshes for which a new preemption stays marked."""
 SPARK_WIDTH = 12
+MIN_MAP_HEIGHT = 3
 WIDE = 34
 """Cells from which on there is room for sparklines and every column."""
 CONTEXT_WARNING = 0.8
@@ -77,21 +78,21 @@ class History:
 
 
 def panel(snapshot: Snapshot, history: History, width: int, height: int) -> list[Content]:
-    """At most ``height`` lines of ``width`` cells. The map takes what height the rest leaves."""
+    """At most ``height`` lines of ``width`` cells. Map and chats share what height the rest leaves."""
     gap = [Content("")]
     head = _kv_lines(snapshot, width)
-    rest = (
-        gap
-        + _counter_lines(snapshot.stats, history, width)
-        + gap
-        + _speed_lines(snapshot.stats, history, width)
-        + gap
-        + _tab_lines(snapshot.tabs, width)
-        + gap
-        + _context_lines(snapshot, width)
-    )
-    map_height = height - len(head) - len(rest) - 1
-    return (head + _map_lines(snapshot, width, map_height) + rest)[:height]
+    middle = [
+        *gap,
+        *_counter_lines(snapshot.stats, history, width),
+        *gap,
+        *_speed_lines(snapshot.stats, history, width),
+        *gap,
+    ]
+    foot = gap + _context_lines(snapshot, width)
+    room = height - len(head) - len(middle) - len(foot) - 2  # the map's legend, and the chats' heading
+    num_tabs = min(len(snapshot.tabs), max(1, room - MIN_MAP_HEIGHT))
+    tabs = _tab_lines(snapshot.tabs, num_tabs, width)
+    return (head + _map_lines(snapshot, width, room - num_tabs) + middle + tabs + foot)[:height]
 
 
 def one_line(snapshot: Snapshot, history: History, width: int) -> Content:
@@ -198,7 +199,11 @@ def _speed_line(name: str, value: Content, spark: str, style: str, spark_width: 
     return left + ("  " if spark_width else "") + Content.styled(spark.rjust(spark_width), style)
 
 
-def _tab_lines(tabs: tuple[TabRow, ...], width: int) -> list[Content]:
+def _tab_lines(tabs: tuple[TabRow, ...], limit: int, width: int) -> list[Content]:
+    if len(tabs) > limit:  # those around the one in view
+        active = next((index for index, tab in enumerate(tabs) if tab.is_active), 0)
+        first = max(0, min(active - limit // 2, len(tabs) - limit))
+        tabs = tabs[first : first + limit]
     wide = width >= WIDE
     columns = f"{'ctx':>6}{'TTFT':>8}{'tok/s':>6}" if wide else f"{'tok/s':>6}"
     lines = [_spread(_label("chat"), _label(columns), width)]

@@ -65,7 +65,7 @@ def test_long_blocks_streamed_in_large_pieces_end_as_a_fresh_layout(text: str) -
 FRAGMENTS = ["a", "b c", "\n", "\n\n", "- ", "1. ", "# ", "```", "```py\n", "> ", "|", "|-|-|\n", "    ", "*", "**", "`", "---", "[x](y)", "~~", "===", "<b>", "[r]: z\n", "\t", "2) ", "\\", "&#27;"]  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=30), st.sampled_from([9, 24, 60]))
 def test_any_stream_ends_as_a_fresh_layout_within_its_width(pieces: list[str], width: int) -> None:
     document = streamed(pieces, width)
@@ -73,7 +73,7 @@ def test_any_stream_ends_as_a_fresh_layout_within_its_width(pieces: list[str], w
     assert all(cell_len(line) <= width for line in lines(document))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=20), st.lists(st.sampled_from(FRAGMENTS), max_size=5))
 def test_layout_reports_the_first_line_that_changed(before: list[str], after: list[str]) -> None:
     document = streamed(before)
@@ -86,7 +86,7 @@ def test_layout_reports_the_first_line_that_changed(before: list[str], after: li
 WORDS = st.text(st.sampled_from("abcdefgh"), min_size=3, max_size=6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -64,6 +64,14 @@ def test_the_panel_shows_its_figures() -> None:
     assert " 1 prefill 43 %  1,183   41 ms   118" in text
 
 
+def test_many_chats_leave_room_for_the_rest() -> None:
+    many = snapshot(30)
+    lines = [line.plain for line in panel(many, History(), 36, 31)]
+    assert "1,183 / 8,192" in lines[-2]
+    assert any(line.startswith(" 1 prefill") for line in lines)
+    assert sum("prefill 43 %" in line for line in lines) < 30
+
+
 @given(st.integers(0, 200))
 def test_one_line_fits_any_width(width: int) -> None:
     assert cell_len(one_line(snapshot(), History(), width).plain) <= width

@@ -88,6 +88,31 @@ async def test_a_streamed_answer_looks_like_a_fresh_one(tiny_llama: Path, step: 
         assert view.size.height == len(streamed.split("\n"))
 
 
+async def test_an_answer_can_be_selected_line_by_line(tiny_llama: Path) -> None:
+    async with started(tiny_llama) as driver:
+        answer = Scripted(driver)
+        await answer.start()
+        await answer.push("# First\n\n- second **line**\n")
+        await answer.end(output("# First\n\n- second **line**\n"))
+        (view,) = driver.pane.query(MarkdownView)
+        await driver.pilot.mouse_down(view, offset=(0, 0))
+        await driver.pilot.hover(view, offset=(10, 2))
+        await driver.pilot.mouse_up(view, offset=(10, 2))
+        await driver.settle()
+        selected = driver.app.screen.get_selected_text()
+        assert selected is not None
+        assert selected.rstrip().startswith("First\n\n• second")
+
+
+async def test_colours_can_be_switched(tiny_llama: Path) -> None:
+    async with started(tiny_llama) as driver:
+        await driver.ask("Hello")
+        await driver.say("/theme")
+        assert driver.app.theme == "nanochat-light"
+        await driver.say("/theme")
+        assert driver.app.theme == "nanochat-dark"
+
+
 async def test_reasoning_is_folded_and_unfolds(tiny_llama: Path) -> None:
     async with started(tiny_llama) as driver:
         answer = Scripted(driver, ("<think>", "</think>"))
