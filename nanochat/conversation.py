@@ -136,50 +136,6 @@ class Conversation:
         other._encoded = dict(self._encoded)
         return other
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything but the tokenizer, in plain types that JSON can hold."""
-        return {
-            "system": self.system,
-            "keep_reasoning": self.keep_reasoning,
-            "template_kwargs": dict(self._template_kwargs),
-            "started": self.started.isoformat(),
-            "messages": [
-                {
-                    "role": message.role,
-                    "content": message.content,
-                    "token_ids": None if message.token_ids is None else list(message.token_ids),
-                    "opener": message.opener,
-                }
-                for message in self._messages
-            ],
-        }
-
-    @classmethod
-    def from_dict(cls, tokenizer: PreTrainedTokenizerBase, stored: Mapping[str, Any]) -> Conversation:
-        """The conversation that :meth:`to_dict` described.
-
-        Raises:
-            InvalidOption: it isn't such a description.
-        """
-        try:
-            system = stored["system"]
-            chat = cls(
-                tokenizer,
-                None if system is None else _text(system),
-                keep_reasoning=bool(stored["keep_reasoning"]),
-                template_kwargs=stored["template_kwargs"],
-                started=datetime.fromisoformat(stored["started"]),
-            )
-            for message in stored["messages"]:
-                content = _text(message["content"])
-                token_ids = chat._own_ids(message["token_ids"] or (), content)
-                if message["role"] not in ("user", "assistant"):
-                    raise ValueError(f"role {message['role']!r}")
-                chat._messages.append(Message(message["role"], content, token_ids, _text(message["opener"])))
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidOption(f"The stored chat is damaged ({error!r}).") from error
-        return chat
-
     def prompt_ids(self) -> list[int]:
         """Token ids of the prompt for the next answer.
 
@@ -361,12 +317,6 @@ class _Answer:
     opener: str = ""
     """Text ahead of the ids."""
     rest: str = ""
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} instead of text")
-    return value
 
 
 def _common_length(first: str, second: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import unicodedata
 from datetime import datetime
@@ -347,7 +346,7 @@ class TestNoTemplate:
 
 
 class TestEditing:
-    """Fork, go back, change the instructions, store and restore."""
+    """Fork, go back, change the instructions."""
 
     def long_chat(self, name: str = "smollm2") -> Conversation:
         chat = Conversation(TOKENIZERS[name], "Be brief.", started=FIXED)
@@ -397,14 +396,6 @@ class TestEditing:
         generated = say("smollm2", "Answer 2.")
         assert any(ids[start : start + len(generated)] == generated for start in range(len(ids)))
 
-    @every_tokenizer
-    def test_stored_and_restored(self, name: str) -> None:
-        chat = self.long_chat(name)
-        restored = Conversation.from_dict(TOKENIZERS[name], json.loads(json.dumps(chat.to_dict())))
-        assert restored.messages == chat.messages
-        assert restored.prompt_ids() == chat.prompt_ids()
-        assert restored.to_dict() == chat.to_dict()
-
     def test_an_answer_of_another_model_is_text(self) -> None:
         chat = Conversation(TOKENIZERS["llama2"])
         chat.add_user("Hello")
@@ -412,24 +403,6 @@ class TestEditing:
         assert chat.messages[1] == Message("assistant", "Hi there.")
         chat.add_user("And?")
         assert "Hi there." in as_text("llama2", chat.prompt_ids())
-        stored = self.long_chat("smollm2").to_dict()
-        restored = Conversation.from_dict(TOKENIZERS["gemma"], stored)
-        assert all(message.token_ids is None for message in restored.messages)
-
-    @pytest.mark.parametrize(
-        "damage",
-        [
-            {"messages": [{"role": "tool", "content": "", "token_ids": None, "opener": ""}]},
-            {"messages": [{"role": "user"}]},
-            {"messages": [{"role": "user", "content": "", "token_ids": ["x"], "opener": ""}]},
-            {"started": "yesterday"},
-            {"system": 3},
-            {"template_kwargs": 3},
-        ],
-    )
-    def test_a_damaged_store(self, damage: dict[str, object]) -> None:
-        with pytest.raises(InvalidOption, match="damaged"):
-            Conversation.from_dict(TOKENIZERS["smollm2"], self.long_chat().to_dict() | damage)
 
     def test_a_chat_keeps_its_date(self) -> None:
         chat = Conversation(TOKENIZERS["llama3"], started=FIXED)
