@@ -180,6 +180,14 @@ class TestWaitingForMemory:
         rig.run()
         assert short.finish_reason == "length"
 
+    def test_one_of_about_its_size_does_not_overtake_it(self) -> None:
+        rig = Rig(num_blocks=32, block_size=4, budget=64, watermark=0)
+        rig.submit(tokens(60, salt=1), max_tokens=60)
+        rig.step()
+        rig.submit(tokens(90, salt=2), max_tokens=1)
+        rig.submit(tokens(50, salt=3), max_tokens=1)
+        assert list(scheduled(rig.step())) == [1]
+
     def overtaken(self, patience: int, running: int, large: int) -> int:
         """How many small requests end while a large one lacks memory, because of a running one."""
         rig = Rig(num_blocks=32, block_size=4, budget=64, patience=patience, watermark=0)

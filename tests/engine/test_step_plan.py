@@ -67,6 +67,8 @@ class TestNextVictim:
         draft, requests = Draft(step=5, now=0.0, budget=9), [make(order) for order in (1, 2, 3)]
         assert draft.next_victim(requests, requests[2]) is None
         assert draft.next_victim(requests, requests[1]) is requests[2]
+        requests[2].num_steps_in_flight = 1
+        assert Draft(step=5, now=0.0, budget=9).next_victim(requests, requests[2]) is None
 
     def test_none_in_flight_or_scheduled_meanwhile(self) -> None:
         draft, requests = Draft(step=5, now=0.0, budget=9), [make(order) for order in (1, 2, 3, 4)]
