@@ -28,6 +28,7 @@ from nanochat.ui.chrome import LoadState
 from nanochat.ui.loader import EngineReady, Loader, LoadFailed, LoadProgressed
 from nanochat.ui.main_screen import MainScreen
 from nanochat.ui.palette import ActionsProvider
+from nanochat.ui.sanitize import sanitize_line
 from nanochat.ui.terminal import UnfitTerminal, check_terminal, log_file, reserved_screen
 from nanochat.ui.theme import DARK, THEMES
 
@@ -88,8 +89,8 @@ class NanochatApp(App[None]):
         self.main_screen.show_load(LoadState(progress=event.progress))
 
     def on_load_failed(self, event: LoadFailed) -> None:
-        self.load_error = event.error
-        self.main_screen.fail(event.error)
+        self.load_error = sanitize_line(event.error, 2_000)
+        self.main_screen.fail(self.load_error)
 
     def on_engine_ready(self, event: EngineReady) -> None:
         self._bridge = Bridge(event.engine, self._sampling, self.main_screen.post_message)

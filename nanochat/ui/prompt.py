@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from textual import events
+from textual.binding import Binding
 from textual.message import Message
 from textual.widgets import TextArea
 
@@ -18,6 +19,15 @@ FOLD_LINES = 20
 NEW_LINE_KEYS = ("shift+enter", "ctrl+j")
 MAX_HINTS = 6
 HINT = "Enter sends · ^J new line"
+
+
+def _editing_keys() -> dict[str, str]:
+    bindings = [binding for binding in TextArea.BINDINGS if isinstance(binding, Binding)]
+    return {key: binding.action for binding in bindings for key in binding.key.split(",")}
+
+
+_EDITING_KEYS = _editing_keys()
+"""Actions of the text area by key."""
 
 
 class Prompt(TextArea):
@@ -46,12 +56,18 @@ class Prompt(TextArea):
         if text:
             self.post_message(self.Submitted(text))
 
-    def on_key(self, event: events.Key) -> None:
-        """Handled here and not by bindings with priority, which would overtake letters typed just before."""
+    async def on_key(self, event: events.Key) -> None:
+        """Every key of this widget in the order typed.
+
+        Bindings wait until their key has gone up the tree, or overtake it when they have priority: on a
+        busy machine, letters typed around them would change places with them.
+        """
         if event.key == "enter":
             self.action_submit()
         elif event.key in NEW_LINE_KEYS:
             self.insert("\n")
+        elif (action := _EDITING_KEYS.get(event.key)) is not None:
+            await self.app.run_action(action, self)
         else:
             return
         event.prevent_default()

@@ -45,6 +45,14 @@ async def test_lines_are_broken_by_ctrl_j_and_shift_enter(tiny_llama: Path) -> N
         assert driver.chat.path[0].text == "a\nb\nc"
 
 
+async def test_keys_typed_fast_take_effect_in_their_order(tiny_llama: Path) -> None:
+    async with started(tiny_llama, hold=True) as driver:
+        await driver.press(
+            *"teh", "backspace", "backspace", *"he", "left", "left", *"X", "end", *"!", "home", "delete"
+        )
+        assert driver.prompt.text == "Xhe!"
+
+
 async def test_blank_text_is_not_sent(tiny_llama: Path) -> None:
     async with started(tiny_llama, hold=True) as driver:
         await driver.say("  \n ")
