@@ -33,9 +33,11 @@ def _backend(tensor: torch.Tensor) -> ModuleType:
     """The module whose functions are fastest where ``tensor`` lies."""
     if tensor.device.type == "cpu":
         return cpu
-    from nanochat.kernels import gpu  # it needs Triton, which a machine without a GPU may not have
+    if tensor.device.type == "cuda":
+        from nanochat.kernels import gpu  # it needs Triton; a CPU does not
 
-    return gpu
+        return gpu
+    return reference
 
 
 def rms_norm(

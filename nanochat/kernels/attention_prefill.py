@@ -28,6 +28,10 @@ from nanochat.kernels.triton_utils import (
 )
 from nanochat.kernels.tuning import PrefillConfig, prefill_config
 
+HOPPER_HEAD_DIMS = (64, 128)
+HOPPER_MIN_CONTEXT = 64
+"""Where `attention_prefill_hopper` is faster on an INT8 cache: heads of these dims, rows longer than this."""
+
 
 def prefill_attention(
     q: torch.Tensor,
@@ -47,8 +51,23 @@ def prefill_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
+    info = device_info(q.device)
+    if (
+        info.capability == 90
+        and not INTERPRETED
+        and cache.k_scale is not None
+        and q.dtype != torch.float32
+        and head_dim in HOPPER_HEAD_DIMS
+        and batch.max_context_len > HOPPER_MIN_CONTEXT
+        and window == 0
+        and softcap == 0
+    ):
+        from nanochat.kernels.attention_prefill_hopper import launch_prefill_int8
+
+        launch_prefill_int8(q, cache, batch, out, scale=scale)
+        return out
     config = prefill_config(
-        device_info(q.device).capability,
+        info.capability,
         next_power_of_2(head_dim),
         q.element_size(),
         cache.k.element_size(),

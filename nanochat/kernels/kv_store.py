@@ -13,8 +13,9 @@ from nanochat.kernels.attention_common import check_cache_layout
 from nanochat.kernels.cache import LayerCache
 from nanochat.kernels.triton_utils import dependent_launch, enter, next_power_of_2
 
-_ELEMENTS = 4096
-"""Of K, and as many of V, a program."""
+_ELEMENTS = 8192
+_ELEMENTS_INT8 = 2048
+"""Of K, and as many of V, a program: quantising needs registers."""
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.Tensor) -> None:
@@ -27,7 +28,8 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.T
     if tokens == 0:
         return
     block_d = next_power_of_2(head_dim)
-    block_rows = max(1, _ELEMENTS // block_d)
+    elements = _ELEMENTS if cache.k_scale is None else _ELEMENTS_INT8
+    block_rows = max(1, elements // block_d)
     dependent = dependent_launch(k.device)
     _store_kernel[(triton.cdiv(tokens * kv_heads, block_rows),)](
         k,

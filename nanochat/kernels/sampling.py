@@ -318,15 +318,17 @@ def _kept_weights(
     min_p: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Weights of a block, 0 where the filters drop a token, and the number of its tokens at the cut."""
-    keys = _key_of(scores)
-    at_cut = (keys == cut).to(tl.int32)
-    num_ties = tl.sum(at_cut, 0)
     weights = tl.exp((scores - best) / temperature)
-    weights = tl.where((keys >= cut) & (weights >= min_p), weights, 0.0)
-    if ties_before + num_ties > ties:
-        rank = ties_before + tl.cumsum(at_cut, 0)
-        weights = tl.where((keys == cut) & (rank > ties), 0.0, weights)
-    return weights, num_ties
+    num_ties = tl.full([], 0, tl.int32)
+    if cut > -(2**31):
+        keys = _key_of(scores)
+        at_cut = (keys == cut).to(tl.int32)
+        num_ties = tl.sum(at_cut, 0)
+        weights = tl.where(keys >= cut, weights, 0.0)
+        if ties_before + num_ties > ties:
+            rank = ties_before + tl.cumsum(at_cut, 0)
+            weights = tl.where((keys == cut) & (rank > ties), 0.0, weights)
+    return tl.where(weights >= min_p, weights, 0.0), num_ties
 
 
 @triton.jit

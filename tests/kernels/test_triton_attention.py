@@ -116,6 +116,15 @@ def test_decode_however_it_is_split(int8: bool, num_programs: int) -> None:
         assert not workspace.arrivals.any()
 
 
+@pytest.mark.skipif(INTERPRETED, reason="Gluon has no interpreter")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dim", "heads", "kv_heads"), [(64, 3, 1), (128, 4, 2)])
+def test_long_int8_prefill(dtype: torch.dtype, dim: int, heads: int, kv_heads: int) -> None:
+    rows = [(1, 300), (257, 257), (5, 0), (128, 513), (3, 640), (130, 131)]
+    arguments = {"num_decodes": 1, "heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": 16}
+    check(make_case(rows, int8=True, dtype=dtype, **arguments), scale=dim**-0.5)
+
+
 @pytest.mark.parametrize("block_m", [16, 64])
 def test_prefill_at_other_tile_sizes(block_m: int) -> None:
     case = make_case([(40, 70), (1, 1), (20, 20)], num_decodes=0, heads=3, kv_heads=1, dim=16, block_size=16)
