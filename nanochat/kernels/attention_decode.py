@@ -4,7 +4,7 @@ Bandwidth is all that matters here, so the work is cut by bytes, not by rows. Ev
 of key tiles; the static grid's programs each take an equal share of all tiles of the batch, computed on the
 device from the context lengths, so that one CUDA graph serves every length. A run that falls to one program
 is finished there; a run cut over several leaves partial results, which the last of them to finish merges by
-log-sum-exp. The query heads that share a KV head share its tile through one `tl.dot`.
+log-sum-exp. Where cutting would spare less than a merge costs, programs take whole runs. The query heads that share a KV head share its tile through one `tl.dot`.
 
 Sources: split KV and its merge as in Flash-Decoding (arXiv:2205.14135 gives the softmax); equal shares as in
 Stream-K (arXiv:2301.03598). Knows nothing of requests or models.
@@ -216,8 +216,17 @@ def _decode_kernel(
     row_ends = tl.cumsum(tiles, 0) * KV_HEADS
     total = tl.max(row_ends, 0)
     share = tl.maximum(tl.cdiv(total, num_programs), min_tiles)
-    tile = program * share
+    tile = tl.minimum(program * share, total)
     stop = tl.minimum(tile + share, total)
+    # A merge costs as much as some 128 keys, or 512 when most multiprocessors are busy anyway: where splitting
+    # spares the longest run no more than that, runs stay whole.
+    num_runs = tl.sum((tiles > 0).to(tl.int32), 0) * KV_HEADS
+    spared = tl.max(tiles, 0) - share
+    worthwhile = tl.where(4 * num_runs < num_programs, 128 // BLOCK_N, 512 // BLOCK_N)
+    whole = (spared >= 0) & (spared < worthwhile)
+    if whole:
+        tile = _next_run(tile, rows, tiles, row_ends, KV_HEADS)
+        stop = _next_run(stop, rows, tiles, row_ends, KV_HEADS)
 
     while tile < stop:
         row = tl.sum((row_ends <= tile).to(tl.int32), 0)
@@ -312,6 +321,8 @@ def _decode_kernel(
         run_start = tile - begin
         first_program = run_start // share
         pieces = (run_start + run - 1) // share - first_program + 1
+        if whole:
+            pieces = 1
         out_row = out_ptr + row.to(tl.int64) * out_stride_row + head * GROUP * HEAD_DIM
         columns = members[:, None] * HEAD_DIM + cols[None, :] * STEP
         if pieces == 1:
@@ -356,6 +367,17 @@ def _decode_kernel(
                 if INT8:
                     tl.store(out_row + columns + 1, zeros, mask=member_mask)
         row += num_programs
+
+
+@triton.jit
+def _next_run(
+    tile: tl.tensor, rows: tl.tensor, tiles: tl.tensor, row_ends: tl.tensor, KV_HEADS: tl.constexpr
+) -> tl.tensor:
+    """The first tile, from this one on, with which a run begins; at the end of all tiles, that end."""
+    row = tl.sum((row_ends <= tile).to(tl.int32), 0)
+    run = tl.maximum(tl.sum(tl.where(rows == row, tiles, 0), 0), 1)
+    row_start = tl.sum(tl.where(rows == row, row_ends - tiles * KV_HEADS, 0), 0)
+    return row_start + tl.cdiv(tile - row_start, run) * run
 
 
 @triton.jit

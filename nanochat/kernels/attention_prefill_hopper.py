@@ -159,10 +159,9 @@ def _prefill_int8_kernel(
     k_bytes = gl.allocate_shared_memory(gl.int8, [2, BLOCK_N, HEAD_DIM], RAW)
     v_bytes = gl.allocate_shared_memory(gl.int8, [2, BLOCK_N, HEAD_DIM], RAW)
     k_smem = gl.allocate_shared_memory(Q_TYPE, [2, BLOCK_N, HEAD_DIM], OPERAND)
-    v_smem = gl.allocate_shared_memory(gl.float16, [2, BLOCK_N, HEAD_DIM], OPERAND)
-    # Of each key: K's scale for base-2 logits and the logarithm of V's; then, in the second half, its inverse.
-    scale_smem = gl.allocate_shared_memory(gl.float32, [2 * BLOCK_N], FLAT)
-    inverse_smem = gl.allocate_shared_memory(gl.float32, [2 * BLOCK_N], FLAT)
+    # The weights carry V's scales, whose range FP16 has not.
+    v_smem = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, HEAD_DIM], OPERAND)
+    scale_smem = gl.allocate_shared_memory(gl.float32, [2, 2 * BLOCK_N], FLAT)
 
     table = block_tables_ptr + (row - 1).to(gl.int64) * table_stride
     k_ptr += head * kv_stride_head
@@ -186,7 +185,7 @@ def _prefill_int8_kernel(
     )
     async_copy.wait_group(1)
     k_smem.index(0).store(_int8_to_float(k_bytes.index(0).load(BYTES), Q_TYPE))
-    _store_scales(scale_smem, inverse_smem, scales, qk_scale, BLOCK_N, VECTOR)
+    scale_smem.index(0).store(scales.to(gl.float32))
     scales = _load_scales(
         k_scale_ptr, v_scale_ptr, table, 1, context_len, scale_stride_token, BLOCK_N, BLOCK_SIZE, VECTOR
     )
@@ -203,7 +202,7 @@ def _prefill_int8_kernel(
             q_smem, k_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
         )
         # While the scores are computed. `v_smem[stage]` was last read two tiles ago.
-        v_smem.index(stage).store(_int8_to_float(v_bytes.index(stage).load(BYTES), gl.float16))
+        v_smem.index(stage).store(_int8_to_float(v_bytes.index(stage).load(BYTES), gl.bfloat16))
         _copy_tile(
             k_ptr, v_ptr, k_bytes, v_bytes, stage, blocks, tile + 2, keys, cols, context_len, kv_stride_token,
             BLOCK_N, BLOCK_SIZE,
@@ -211,21 +210,17 @@ def _prefill_int8_kernel(
         blocks = _load_blocks(table, tile + 3, keys, context_len, BLOCK_N, BLOCK_SIZE)
         scores, acc = hopper.warpgroup_mma_wait(0, deps=[product, output])
 
-        # With the logarithms of V's scales added, the weights carry those scales and are at most 1, so that
-        # FP16 holds them; the norm takes the scales out again.
-        k_scale = scale_smem.slice(0, BLOCK_N).load(COLS)
-        v_log = scale_smem.slice(BLOCK_N, BLOCK_N).load(COLS)
-        scores = scores * k_scale[None, :] + v_log[None, :]
+        scores = scores * scale_smem.index(stage).slice(0, BLOCK_N).load(COLS)[None, :]
         if tile >= whole_tiles:
             visible = (tile * BLOCK_N + key_cols)[None, :] <= query_positions[:, None]
             scores = gl.where(visible, scores, float("-inf"))
-        new_peak = gl.maximum(peak, gl.max(scores, 1))
-        weights = gl.exp2(scores - new_peak[:, None])
+        new_peak = gl.maximum(peak, gl.max(scores, 1) * qk_scale)
+        weights = gl.exp2(scores * qk_scale - new_peak[:, None])
         shrink = gl.exp2(peak - new_peak)
-        v_inverse = inverse_smem.slice(BLOCK_N, BLOCK_N).load(COLS)
-        norm = norm * shrink + gl.sum(weights * v_inverse[None, :], 1)
+        norm = norm * shrink + gl.sum(weights, 1)
         peak = new_peak
-        operand = gl.convert_layout(weights.to(gl.float16), gl.DotOperandLayout(0, ACC, 2))
+        weights = weights * scale_smem.index(stage).slice(BLOCK_N, BLOCK_N).load(COLS)[None, :]
+        operand = gl.convert_layout(weights.to(gl.bfloat16), gl.DotOperandLayout(0, ACC, 2))
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, ACC))[:, None]
         hopper.fence_async_shared()
         _barrier()
@@ -233,7 +228,7 @@ def _prefill_int8_kernel(
         # While the output is computed.
         async_copy.wait_group(1)
         k_smem.index(1 - stage).store(_int8_to_float(k_bytes.index(1 - stage).load(BYTES), Q_TYPE))
-        _store_scales(scale_smem, inverse_smem, scales, qk_scale, BLOCK_N, VECTOR)
+        scale_smem.index(1 - stage).store(scales.to(gl.float32))
         scales = _load_scales(
             k_scale_ptr,
             v_scale_ptr,
@@ -311,23 +306,6 @@ def _load_scales(
     offsets = (blocks * BLOCK_SIZE + positions % BLOCK_SIZE).to(gl.int64) * stride_token
     pointers = gl.where(both < BLOCK_N, k_scale_ptr + offsets, v_scale_ptr + offsets)
     return gl.load(pointers, mask=positions < context_len, other=0.0)
-
-
-@gluon.jit
-def _store_scales(
-    scale_smem: gl.tensor,
-    inverse_smem: gl.tensor,
-    scales: gl.tensor,
-    qk_scale: gl.tensor,
-    BLOCK_N: gl.constexpr,
-    LAYOUT: gl.constexpr,
-) -> None:
-    """Where V's scale is 0 its values are too, and the least FP16 above 0 stands in for it."""
-    is_key = gl.arange(0, 2 * BLOCK_N, layout=LAYOUT) < BLOCK_N
-    scales = scales.to(gl.float32)
-    positive = gl.maximum(scales, 2.0**-24)
-    scale_smem.store(gl.where(is_key, scales * qk_scale, gl.log2(positive)))
-    inverse_smem.store(1.0 / positive)
 
 
 @gluon.jit

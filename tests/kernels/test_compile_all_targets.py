@@ -21,11 +21,13 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from nanochat.kernels import (
     activation,
     attention_decode,
     attention_prefill,
+    attention_prefill_hopper,
     kv_store,
     norm_rope,
     sampling,
@@ -92,7 +94,8 @@ class Recorder:
                 aligned = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
             if aligned:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-        self.launches.append(Launch(ASTSource(self.kernel, signature, constants, attributes), options))
+        source = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        self.launches.append(Launch(source(self.kernel, signature, constants, attributes), options))
 
 
 @pytest.fixture(autouse=True)
@@ -203,26 +206,32 @@ def test_decode_attention_with_window_and_softcap(
 def test_prefill_attention(
     monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, int8: bool, context: int
 ) -> None:
+    check_prefill(monkeypatch, capability, dim, int8, context)
+
+
+def check_prefill(
+    monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, int8: bool, context: int
+) -> None:
+    """Whichever of the two kernels is launched on this GPU for these heads."""
     q, cache, batch = attention_inputs(capability, dim, int8, 2, 32, context)
+    gluon = capability == 90 and int8 and dim in (64, 128) and context > 64
+    monkeypatch.setattr(attention_prefill, "device_info", lambda device: DeviceInfo(capability, NUM_SMS))
     check_launches(
         monkeypatch,
         capability,
-        attention_prefill,
-        "_prefill_kernel",
+        attention_prefill_hopper if gluon else attention_prefill,
+        "_prefill_int8_kernel" if gluon else "_prefill_kernel",
         lambda: attention_prefill.prefill_attention(q, cache, batch, scale=1.0),
     )
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_prefill_attention_of_a_chat(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
-    q, cache, batch = attention_inputs(capability, 128, False, 2, 32, 1024)
-    check_launches(
-        monkeypatch,
-        capability,
-        attention_prefill,
-        "_prefill_kernel",
-        lambda: attention_prefill.prefill_attention(q, cache, batch, scale=1.0),
-    )
+    check_prefill(monkeypatch, capability, 128, False, 1024)
+
+
+def test_prefill_attention_over_int8_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_prefill(monkeypatch, 90, 128, True, 1024)
 
 
 @pytest.mark.slow

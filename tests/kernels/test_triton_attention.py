@@ -102,7 +102,7 @@ def test_prefill_lengths_around_every_boundary(int8: bool) -> None:
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("num_programs", [1, 3, 32])
 def test_decode_however_it_is_split(int8: bool, num_programs: int) -> None:
-    case = make_case([(1, 150), (1, 0), (1, 7), (1, 64)], heads=6, dim=16, block_size=16, int8=int8)
+    case = make_case([(1, 400), (1, 0), (1, 7), (1, 64)], heads=6, dim=16, block_size=16, int8=int8)
     expected = dense_attention(case, scale=0.25)
     moved = on_device(case)
     workspace = attention_decode.allocate_workspace(num_programs, 3, 16, DEVICE)
