@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from nanochat.engine.packing import upload
 from nanochat.engine.sampler import SamplingBatch
 from nanochat.engine.scheduler import ScheduledChunk, StepPlan
 from nanochat.kernels.cache import AttentionBatch
@@ -32,8 +34,49 @@ class StepBatch:
     sampling: SamplingBatch
 
 
+class HostBatch(NamedTuple):
+    """What a `StepBatch` holds, still on the host."""
+
+    input_ids: np.ndarray
+    """``[T]`` int64."""
+    positions: np.ndarray
+    """``[T]`` int64."""
+    slots: np.ndarray
+    """``[T]`` int64."""
+    block_tables: np.ndarray
+    """``[R, M]`` int32."""
+    context_lens: np.ndarray
+    """``[R]`` int32."""
+    query_starts: np.ndarray
+    """``[R + 1]`` int32."""
+    sample_rows: np.ndarray
+    """``[S]`` int64."""
+
+
 def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> StepBatch:
     """Pack a plan whose requests' block tables cover their chunks."""
+    host = pack_batch(plan, block_size)
+    input_ids, positions, slots, tables, context_lens, query_starts, sample_rows = upload(host, device)
+    attention = AttentionBatch(
+        num_decodes=len(plan.decodes),
+        block_tables=tables,
+        context_lens=context_lens,
+        query_starts=query_starts,
+        max_query_len=int(np.diff(host.query_starts).max()),
+        max_context_len=int(host.context_lens.max()),
+    )
+    return StepBatch(
+        input_ids=input_ids,
+        positions=positions,
+        slots=slots,
+        attention=attention,
+        sample_rows=sample_rows,
+        sampling=SamplingBatch.from_requests([chunk.request for chunk in plan.sampling], device),
+    )
+
+
+def pack_batch(plan: StepPlan, block_size: int) -> HostBatch:
+    """The part of `build_batch` that needs no device."""
     chunks = plan.chunks
     lengths = np.array([chunk.length for chunk in chunks], dtype=np.int32)
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
@@ -54,26 +97,15 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> StepBa
         dtype=np.int64,
         count=int(ends[-1]),
     )
-    sample_rows = np.array([end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples])
-
-    def put(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(array).to(device=device, dtype=dtype, non_blocking=True)
-
-    attention = AttentionBatch(
-        num_decodes=len(plan.decodes),
-        block_tables=put(tables, torch.int32),
-        context_lens=put(context_lens, torch.int32),
-        query_starts=put(np.concatenate([[0], ends]), torch.int32),
-        max_query_len=int(lengths.max()),
-        max_context_len=int(context_lens.max()),
-    )
-    return StepBatch(
-        input_ids=put(input_ids, torch.int64),
-        positions=put(positions, torch.int64),
-        slots=put(slots, torch.int64),
-        attention=attention,
-        sample_rows=put(sample_rows, torch.int64),
-        sampling=SamplingBatch.from_requests([chunk.request for chunk in plan.sampling], device),
+    samples = np.array([chunk.samples for chunk in chunks])
+    return HostBatch(
+        input_ids=input_ids,
+        positions=positions.astype(np.int64, copy=False),
+        slots=slots,
+        block_tables=tables,
+        context_lens=context_lens,
+        query_starts=np.concatenate([np.zeros(1, np.int32), ends]),
+        sample_rows=ends[samples].astype(np.int64) - 1,
     )
 
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from nanochat.engine.packing import upload
 from nanochat.engine.request import Request
 
 BLOCK = 128
@@ -41,6 +43,32 @@ class SampleOutput:
     token_ids: torch.Tensor
     """``[S]`` int64."""
     logprobs: SampledLogprobs | None
+
+
+class SamplingArrays(NamedTuple):
+    """The ``[S]`` tensors of a `SamplingBatch`, still on the host."""
+
+    seeds: np.ndarray
+    positions: np.ndarray
+    temperature: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    repetition_penalty: np.ndarray
+    top_k: np.ndarray
+
+    @classmethod
+    def from_requests(cls, requests: Sequence[Request]) -> SamplingArrays:
+        """One entry a request, for its next token."""
+        params = [request.params for request in requests]
+        return cls(
+            seeds=np.array([request.sampling_seed for request in requests], dtype=np.int64),
+            positions=np.array([request.num_tokens for request in requests], dtype=np.int64),
+            temperature=np.array([p.temperature for p in params], dtype=np.float32),
+            top_p=np.array([p.top_p for p in params], dtype=np.float32),
+            min_p=np.array([p.min_p for p in params], dtype=np.float32),
+            repetition_penalty=np.array([p.repetition_penalty for p in params], dtype=np.float32),
+            top_k=np.array([min(p.top_k, 2**31 - 1) for p in params], dtype=np.int32),
+        )
 
 
 @dataclass(slots=True)
@@ -74,41 +102,23 @@ class SamplingBatch:
     @classmethod
     def from_requests(cls, requests: Sequence[Request], device: torch.device) -> SamplingBatch:
         """One row a request, for its next token; copied to the device asynchronously."""
-        params = [request.params for request in requests]
-        size = len(requests)
-        # One copy carries all: two int64, four float32 and one int32 a row.
-        host = torch.empty(size * 36, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        longs = host[: size * 16].view(torch.int64).view(2, size).numpy()
-        floats = host[size * 16 : size * 32].view(torch.float32).view(4, size).numpy()
-        ints = host[size * 32 :].view(torch.int32).numpy()
-        longs[0] = [request.sampling_seed for request in requests]
-        longs[1] = [request.num_tokens for request in requests]
-        floats[0] = [p.temperature for p in params]
-        floats[1] = [p.top_p for p in params]
-        floats[2] = [p.min_p for p in params]
-        floats[3] = [p.repetition_penalty for p in params]
-        ints[:] = [min(p.top_k, 2**31 - 1) for p in params]
-        on_device = host.to(device, non_blocking=True)
-        seeds, positions = on_device[: size * 16].view(torch.int64).view(2, size)
-        temperature, top_p, min_p, penalty = (
-            on_device[size * 16 : size * 32].view(torch.float32).view(4, size)
-        )
-        greedy = floats[0] == 0
-        wanted = [p.logprobs for p in params if p.logprobs is not None]
+        host = SamplingArrays.from_requests(requests)
+        seeds, positions, temperature, top_p, min_p, penalty, top_k = upload(host, device)
+        wanted = [logprobs for request in requests if (logprobs := request.params.logprobs) is not None]
         return cls(
             temperature=temperature,
-            top_k=on_device[size * 32 :].view(torch.int32),
+            top_k=top_k,
             top_p=top_p,
             min_p=min_p,
             repetition_penalty=penalty,
             seeds=seeds,
             positions=positions,
             penalty_tokens=_penalty_tokens(requests, device),
-            all_greedy=bool(greedy.all()),
-            any_greedy=bool(greedy.any()),
-            any_top_k=bool(ints.any()),
-            any_top_p=bool((floats[1] < 1).any()),
-            any_min_p=bool((floats[2] > 0).any()),
+            all_greedy=bool((host.temperature == 0).all()),
+            any_greedy=bool((host.temperature == 0).any()),
+            any_top_k=bool(host.top_k.any()),
+            any_top_p=bool((host.top_p < 1).any()),
+            any_min_p=bool((host.min_p > 0).any()),
             num_logprobs=max(wanted) if wanted else None,
         )
 
