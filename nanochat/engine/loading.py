@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from nanochat.engine.config import EngineConfig
+from nanochat.engine.decode_graphs import DecodeGraphs
 from nanochat.engine.device import choose_device, choose_dtype, free_cpu_bytes, is_out_of_memory
 from nanochat.engine.memory import (
     allocate_caches,
@@ -24,6 +25,7 @@ from nanochat.engine.progress import Progress, ProgressCallback
 from nanochat.engine.runner import Runner
 from nanochat.engine.tokenizer import default_sampling, eos_token_ids, load_tokenizer
 from nanochat.errors import InvalidOption, NotEnoughMemory
+from nanochat.kernels.cache import LayerCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,8 @@ def _load(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
         free_bytes = _free_bytes(config, model, decoder, kv_dtype)
         num_blocks = choose_num_blocks(config, model, kv_dtype, free_bytes, device)
         max_model_len = choose_max_model_len(config, model, num_blocks)
-        runner = Runner(decoder, allocate_caches(model, num_blocks, config.block_size, kv_dtype, device))
+        caches = allocate_caches(model, num_blocks, config.block_size, kv_dtype, device)
+        runner = Runner(decoder, caches, _graphs(config, model, decoder, caches, max_model_len))
         runner.warm_up()
     return LoadedModel(
         name=resolved.name,
@@ -92,6 +95,16 @@ def _load(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
         num_kv_blocks=num_blocks,
         max_model_len=max_model_len,
     )
+
+
+def _graphs(
+    config: EngineConfig, model: ModelConfig, decoder: Decoder, caches: list[LayerCache], max_model_len: int
+) -> DecodeGraphs | None:
+    """The decode steps' graphs, where there can be any; they are captured when first needed."""
+    has_moe = any(layer.sparse for layer in model.layers)
+    if not config.cuda_graphs or decoder.device.type != "cuda" or has_moe:
+        return None
+    return DecodeGraphs(decoder, caches, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len)
 
 
 def _free_bytes(config: EngineConfig, model: ModelConfig, decoder: Decoder, kv_dtype: torch.dtype) -> int:

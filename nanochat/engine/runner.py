@@ -8,6 +8,7 @@ import torch
 
 from nanochat.engine.batch import StepBatch, build_batch
 from nanochat.engine.config import SamplingParams
+from nanochat.engine.decode_graphs import DecodeGraphs, is_replayable
 from nanochat.engine.models.decoder import Decoder
 from nanochat.engine.outputs import TokenLogprobs
 from nanochat.engine.request import Request
@@ -27,13 +28,20 @@ class StepResult:
 class Runner:
     """Runs plans on one device, synchronously."""
 
-    def __init__(self, decoder: Decoder, caches: list[LayerCache]) -> None:
+    def __init__(
+        self, decoder: Decoder, caches: list[LayerCache], graphs: DecodeGraphs | None = None
+    ) -> None:
+        """``graphs``, of the same decoder and caches, run the plans that are replayable."""
         self.decoder = decoder
+        self._graphs = graphs
         self._caches = caches
         self._block_size = caches[0].block_size
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens and sample. Call under ``torch.inference_mode()``."""
+        if self._graphs is not None and is_replayable(plan):
+            token_ids = self._graphs.run(plan).tolist()
+            return StepResult(token_ids, [None] * len(token_ids))
         batch = build_batch(plan, self._block_size, self.decoder.device)
         hidden = self._forward(batch)
         if not plan.sampling:

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from nanochat.engine.config import SamplingParams
+from nanochat.engine.engine import Engine
+from nanochat.engine.request import Request
+from nanochat.engine.step_plan import ScheduledChunk, StepPlan
 from tests.engine.conftest import MakeEngine
+from tests.engine.models.random_models import CASES, write_random_model
+from tests.tiny_model import write_tokenizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
-def answers(engine: Any) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, 259, (20 + 9 * i,), generator=generator).tolist() for i in range(8)]
-    handles = [engine.submit(prompt, GREEDY) for prompt in prompts]
+PROMPTS = [
+    torch.randint(3, 259, (20 + 9 * i,), generator=torch.Generator().manual_seed(i)).tolist()
+    for i in range(8)
+]
+
+INT8_TOLERANCE = 0.02
+"""Of the logits' norm. The INT8 cache itself moves this model's logits by up to twice as much."""
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    handles = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
     return [handle.result(300).token_ids for handle in handles]
 
 
@@ -29,15 +42,90 @@ def answers(engine: Any) -> list[list[int]]:
         {"max_num_batched_tokens": 7},
         {"num_kv_blocks": 20, "block_size": 8},
         {"prefix_caching": False, "block_size": 32},
-        {"kv_dtype": "int8"},
     ],
-    ids=["plain", "chunked", "preempted", "no prefix cache", "int8"],
+    ids=["plain", "chunked", "preempted", "no prefix cache"],
 )
 def test_greedy_tokens_equal_the_cpus(make_engine: MakeEngine, options: dict[str, Any]) -> None:
     expected = answers(make_engine(**options))
     engine = make_engine(device="cuda", **options)
     assert engine.device_name == "cuda"
     assert answers(engine) == expected
+
+
+def logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
+    """``[2, vocab]``: after a prompt's last token but one, prefilled, and after its last, decoded."""
+    runner = engine._model.runner
+    table = list(range(-(-len(prompt) // engine.config.block_size)))
+    request = Request(-1, prompt, GREEDY, block_table=table)
+    prefill = ScheduledChunk(request, 0, len(prompt) - 1, samples=True)
+    decode = ScheduledChunk(request, len(prompt) - 1, 1, samples=True)
+    with torch.inference_mode():
+        prefilled = runner.hidden_states(StepPlan(0, (), (prefill,), ()))[-1:]
+        decoded = runner.hidden_states(StepPlan(1, (decode,), (), ()))
+        return runner.decoder.compute_logits(torch.cat([prefilled, decoded])).cpu()
+
+
+def test_int8_logits_are_near_the_cpus(make_engine: MakeEngine) -> None:
+    """Near, not equal: on a GPU the prefill's softmax weights meet INT8 values as BF16 numbers."""
+    on_cpu, on_gpu = make_engine(kv_dtype="int8"), make_engine(kv_dtype="int8", device="cuda")
+    for prompt in PROMPTS:
+        expected, actual = logits(on_cpu, prompt), logits(on_gpu, prompt)
+        error = (actual - expected).norm() / expected.norm()
+        assert error < INT8_TOLERANCE, len(prompt)
+
+
+def mixed_answers(engine: Engine, count: int) -> list[list[int]]:
+    """Of ``count`` requests at once: greedy, with every filter, and untouched sampling, of uneven lengths."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 40},
+        {"temperature": 1.2},
+        {"temperature": 0.9, "min_p": 0.05},
+    ]
+    params = [
+        SamplingParams(**kinds[i % len(kinds)], seed=i, max_tokens=12 + i % 3, ignore_eos=True)
+        for i in range(count)
+    ]
+    handles = [engine.submit(PROMPTS[i % 8][:60], each) for i, each in enumerate(params)]
+    return [handle.result(300).token_ids for handle in handles]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_kv_blocks": 20, "block_size": 8}, {"kv_dtype": "int8"}, {"max_num_seqs": 7}],
+    ids=["plain", "preempted", "int8", "fewer rows than requests"],
+)
+def test_graphs_change_no_token(make_engine: MakeEngine, options: dict[str, Any]) -> None:
+    eager = make_engine(device="cuda", cuda_graphs=False, **options)
+    replaying = make_engine(device="cuda", **options)
+    assert eager._model.runner._graphs is None
+    for count in range(1, 10):
+        assert mixed_answers(replaying, count) == mixed_answers(eager, count), count
+    graphs = replaying._model.runner._graphs
+    assert graphs is not None
+    assert len(graphs._steps) >= 3
+
+
+def test_steps_that_no_graph_covers_come_between_replays(make_engine: MakeEngine) -> None:
+    plain = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    unlike = SamplingParams(
+        temperature=0.0, max_tokens=6, ignore_eos=True, repetition_penalty=1.3, logprobs=2
+    )
+    results = []
+    for cuda_graphs in (True, False):
+        engine = make_engine(device="cuda", cuda_graphs=cuda_graphs)
+        handles = [engine.submit(prompt, plain) for prompt in PROMPTS[:3]]
+        handles += [engine.submit(PROMPTS[3], unlike)]
+        results.append([handle.result(300).token_ids for handle in handles])
+    assert results[0] == results[1]
+
+
+def test_a_mixture_of_experts_runs_without_graphs(make_engine: MakeEngine, tmp_path: Path) -> None:
+    write_random_model(tmp_path, CASES["qwen3-moe"])
+    write_tokenizer(tmp_path)
+    engine = make_engine(model=tmp_path, device="cuda")
+    assert engine._model.runner._graphs is None
+    assert len(engine.submit([40] * 9, GREEDY).result(300).token_ids) == GREEDY.max_tokens
 
 
 def test_sampled_tokens_equal_the_cpus(make_engine: MakeEngine) -> None:
