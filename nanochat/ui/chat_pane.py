@@ -65,8 +65,7 @@ class ChatPane(Vertical):
 
     def on_mount(self) -> None:
         self._transcript.anchor()
-        if self._welcome is not None:
-            self._welcome.display = not self.chat.root.children
+        self._update_welcome()
 
     def on_show(self) -> None:
         if self._is_stale:
@@ -79,11 +78,11 @@ class ChatPane(Vertical):
 
     def restore_prompt(self, text: str) -> None:
         """Give an unsent text back, ahead of what has been written since."""
-        self._prompt.take(f"{text}\n{self._prompt.text}" if self.has_draft else text)
+        self._prompt.take(f"{text}\n{self._prompt.full_text}" if self.has_draft else text)
 
     def withdraw_draft(self, text: str) -> None:
         """Empty the prompt if it still holds this text."""
-        if self._prompt.text == text:
+        if self._prompt.full_text == text:
             self._prompt.take()
 
     @property
@@ -98,8 +97,7 @@ class ChatPane(Vertical):
 
     def show_turn(self, answer: Message) -> None:
         """A question and its answer to come were added at the end."""
-        if self._welcome is not None:
-            self._welcome.display = False
+        self._update_welcome()
         if answer.parent is not None and answer.branch[1] == 1:
             self._column.mount(UserMessage(answer.parent))
             self._column.mount(AnswerMessage(self.chat, answer))
@@ -112,11 +110,11 @@ class ChatPane(Vertical):
         with self.app.batch_update():
             self._column.query("UserMessage, AnswerMessage, NoteView").remove()
             self._column.mount_all(list(self._messages()))
-        if self._welcome is not None:
-            self._welcome.display = not self.chat.root.children
+        self._update_welcome()
 
     def show_note(self, note: Note) -> None:
         """A note was added at the end."""
+        self._update_welcome()
         self._column.mount(NoteView(note))
         self._transcript.anchor()
 
@@ -188,6 +186,10 @@ class ChatPane(Vertical):
         return next(
             (answer for answer in reversed(self._answers()) if answer.message is self.chat.live), None
         )
+
+    def _update_welcome(self) -> None:
+        if self._welcome is not None:
+            self._welcome.display = not self.chat.root.children and not self.chat.notes
 
     def _update_all(self) -> None:
         for answer in self._answers():

@@ -32,7 +32,7 @@ from nanochat.ui.workspace import Workspace
 if TYPE_CHECKING:
     from nanochat.ui.context import DropOffer
 
-POLLS_PER_S = 30
+POLLS_PER_S = 25
 STATS_PER_S = 4
 PANEL_COLUMNS = 96
 """A narrower screen, or one with fewer than ``PANEL_ROWS`` rows, has one line instead of the full panel."""

@@ -52,7 +52,7 @@ class Prompt(TextArea):
 
     def action_submit(self) -> None:
         """Send what is there, unless it is nothing but blanks."""
-        text = self._unfolded().strip()
+        text = self.full_text.strip()
         if text:
             self.post_message(self.Submitted(text))
 
@@ -76,7 +76,7 @@ class Prompt(TextArea):
     def take(self, text: str = "") -> None:
         """Replace the text, for example by nothing once it has been sent."""
         self._folded.clear()
-        self.text = text
+        self.text = self._fold_if_large(text)
         self.move_cursor(self.document.end)
 
     def action_delete_left(self) -> None:
@@ -94,10 +94,11 @@ class Prompt(TextArea):
     def on_paste(self, event: events.Paste) -> None:
         event.prevent_default()
         event.stop()
-        text = sanitize(event.text)
-        if len(text) > FOLD_CHARACTERS or text.count("\n") >= FOLD_LINES:
-            text = self._fold(text)
-        self.insert(text)
+        self.insert(self._fold_if_large(sanitize(event.text)))
+
+    def _fold_if_large(self, text: str) -> str:
+        is_large = len(text) > FOLD_CHARACTERS or text.count("\n") >= FOLD_LINES
+        return self._fold(text) if is_large else text
 
     def _fold(self, text: str) -> str:
         number = len(self._folded) + 1
@@ -105,7 +106,9 @@ class Prompt(TextArea):
         self._folded[mark] = text
         return mark
 
-    def _unfolded(self) -> str:
+    @property
+    def full_text(self) -> str:
+        """What would be sent: folded pastes unfolded."""
         text = self.text
         for mark, pasted in self._folded.items():
             text = text.replace(mark, pasted)

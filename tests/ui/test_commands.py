@@ -137,6 +137,12 @@ async def test_keys_typed_right_after_opening_a_tab_go_to_it(tiny_llama: Path) -
         assert chats[1].path
 
 
+async def test_the_key_bar_can_be_clicked(tiny_llama: Path) -> None:
+    async with started(tiny_llama, hold=True) as driver:
+        await driver.pilot.click("KeyBar", offset=(3, 0))
+        await driver.until(lambda: len(driver.app.main_screen.workspace.chats) == 2)
+
+
 async def test_a_draft_stays_with_its_chat(tiny_llama: Path) -> None:
     async with started(tiny_llama, hold=True) as driver:
         await driver.write("half a thou")
@@ -220,6 +226,17 @@ async def test_a_large_paste_is_folded_and_sent_whole(tiny_llama: Path) -> None:
         assert driver.chat.path[0].text == "Look: " + pasted.strip()
         (message,) = driver.pane.query(UserMessage)
         assert "more characters" in plain(message)
+
+
+async def test_a_large_text_given_back_is_folded_too(tiny_llama: Path) -> None:
+    text = "line of text\n" * 5_000
+    async with started(tiny_llama, hold=True) as driver:
+        await driver.write("and more")
+        driver.pane.restore_prompt(text)
+        assert len(driver.prompt.text) < 100
+        assert driver.prompt.full_text == f"{text}\nand more"
+        driver.pane.withdraw_draft(f"{text}\nand more")
+        assert driver.prompt.text == ""
 
 
 async def test_a_paste_is_one_message_without_escape_sequences(tiny_llama: Path) -> None:
