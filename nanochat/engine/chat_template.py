@@ -14,12 +14,8 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from nanochat.engine.prompt_encoding import PLACEHOLDER, PromptEncoder, placeholders
-from nanochat.engine.template_sandbox import (
-    TemplateLimitExceeded,
-    TemplateRefusal,
-    literal_text,
-    render_template,
-)
+from nanochat.engine.template_budget import TemplateLimitExceeded
+from nanochat.engine.template_sandbox import TemplateRefusal, literal_text, render_template
 from nanochat.errors import InvalidOption, UnsupportedModel
 
 if TYPE_CHECKING:

@@ -2,59 +2,62 @@
 
 The language is the one ``transformers`` gives to chat templates: an immutable sandbox with trimmed blocks,
 ``break`` and ``continue``, ``tojson``, ``raise_exception`` and ``strftime_now``. On top of the sandbox lie
-limits of time and size, because a template can loop for ever or multiply a text until memory is gone.
-Knows nothing of tokenizers or messages.
+limits of time and size (see :mod:`nanochat.engine.template_budget`), because a template can loop for ever
+or multiply a text until memory is gone. Knows nothing of tokenizers or messages.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Environment, Template, TemplateError, filters, nodes, pass_context
+from jinja2 import Environment, Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 
-_BUDGET = "budget of this rendering"  # no identifier, so a template can't name it
-_MAX_SOURCE_CHARACTERS = 1 << 20
-_MAX_PADDING = 10_000
-_MAX_INTEGER_BITS = 4096
-_LONG_NUMBER = re.compile(r"\d{5}|\*")
-_NESTED_FIELD = re.compile(r"\{[^{}]+\{")
-# Filters that exist to make long texts out of short ones; chat templates have no use for them.
-_REMOVED_FILTERS = (
-    *("batch", "center", "filesizeformat", "format", "pprint", "random", "round", "slice"),
-    *("urlize", "wordwrap", "xmlattr"),
+from nanochat.engine.template_budget import (
+    BUDGET,
+    MAX_INTEGER_BITS,
+    MAX_PADDING,
+    Budget,
+    TemplateLimitExceeded,
+    TemplateLimits,
+    budget_of,
 )
-_PADDING_METHODS = {"center", "expandtabs", "ljust", "rjust", "zfill"}
+from nanochat.engine.template_filters import limited_filters
+
+_MAX_SOURCE_CHARACTERS = 1 << 20
+_LONG_NUMBER = re.compile(r"\d{5}")
+_WIDTH_ARGUMENT = re.compile(r"[%).][#0\- +]*\*")
+"""In a pattern of the ``%`` operator: a width or precision that isn't written there."""
+_NESTED_FIELD = re.compile(r"\{[^{}]+\{")
+_PADDING_METHODS = frozenset({"center", "ljust", "rjust", "zfill"})
+_METHODS: Mapping[type, frozenset[str]] = {
+    str: _PADDING_METHODS
+    | frozenset(name for name in dir(str) if name.startswith("is"))
+    | {"capitalize", "casefold", "count", "endswith", "find", "index", "join", "lower", "lstrip"}
+    | {"partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rpartition", "rsplit"}
+    | {"rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper"},
+    dict: frozenset({"copy", "get", "items", "keys", "values"}),
+    list: frozenset({"copy", "count", "index"}),
+    tuple: frozenset({"count", "index"}),
+    LoopContext: frozenset({"changed", "cycle"}),
+    Cycler: frozenset({"next", "reset"}),
+    Joiner: frozenset(),
+}
+"""Methods that a template may call, by the type of their object: none whose cost isn't known."""
 
 
 class TemplateRefusal(TemplateError):
     """The template itself called ``raise_exception``: it doesn't take these messages."""
-
-
-class TemplateLimitExceeded(TemplateError):
-    """The template takes too long or makes too much text."""
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateLimits:
-    """How much one rendering may cost."""
-
-    seconds: float = 10.0
-    characters: int = 1 << 26
-    """Of the whole output and of any text or list on the way to it."""
 
 
 def render_template(
@@ -67,8 +70,7 @@ def render_template(
         TemplateLimitExceeded: it takes too long or makes too much text.
         TemplateError: it has a mistake, or does what the sandbox forbids.
     """
-    limits = limits or TemplateLimits()
-    budget = _Budget(limits)
+    budget = Budget(limits or TemplateLimits(), variables)
 
     def strftime_now(pattern: str) -> str:
         if len(pattern) > 100 or _LONG_NUMBER.search(pattern):
@@ -79,7 +81,7 @@ def render_template(
     length = 0
     try:
         template = _compile(source)
-        context = {**variables, "strftime_now": strftime_now, _BUDGET: budget}
+        context = {**variables, "strftime_now": strftime_now, BUDGET: budget}
         for piece in template.generate(context):
             budget.spend()
             length += len(piece)
@@ -115,95 +117,109 @@ def _compile(source: str) -> Template:
     return Template.from_code(environment, environment.compile(tree), environment.make_globals(None))
 
 
-class _Budget:
-    """What is left to one rendering."""
-
-    def __init__(self, limits: TemplateLimits) -> None:
-        self._deadline = time.monotonic() + limits.seconds
-        self._limits = limits
-
-    def spend(self) -> None:
-        if time.monotonic() > self._deadline:
-            raise TemplateLimitExceeded(f"it takes longer than {self._limits.seconds:g} s")
-
-    def check_size(self, length: int) -> None:
-        if length > self._limits.characters:
-            raise TemplateLimitExceeded(f"it makes a text longer than {self._limits.characters} characters")
-
-
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox, with a look at the budget wherever a template can repeat or multiply something."""
+    """The sandbox, with a look at the budget wherever a template makes, repeats or compares something."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def spend(self, context: Context) -> bool:
         """Called once for each turn of a loop, each macro call and each tested loop item."""
-        context.parent[_BUDGET].spend()
+        budget_of(context).spend()
         return True
+
+    def accept(self, context: Context, value: Any) -> Any:
+        """A list, tuple or dict as written, a slice, or what is about to be compared."""
+        return budget_of(context).accept(value)
+
+    def emit(self, context: Context, value: Any) -> str:
+        """A value on its way out of the template, a macro or a block."""
+        return budget_of(context).accept(value if isinstance(value, str) else str(value))
+
+    def emit_literal(self, context: Context, length: int) -> None:
+        """So many characters of the template's own text go the same way."""
+        budget_of(context).spend()
+        budget_of(context).charge(length)
 
     def join_text(self, context: Context, *parts: object) -> str:
         """The ``~`` operator."""
-        return self._sized(context, "".join(map(str, parts)))
+        return budget_of(context).accept("".join(self.emit(context, part) for part in parts))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        budget = budget_of(context)
         if operator in ("*", "**"):
-            _check_product(context.parent[_BUDGET], operator, left, right)
-        elif operator == "%" and isinstance(left, str) and _LONG_NUMBER.search(left):
-            raise TemplateLimitExceeded("a format is too wide")
-        return self._sized(context, super().call_binop(context, operator, left, right))
+            _check_product(budget, operator, left, right)
+        elif operator == "%" and isinstance(left, str):
+            if _WIDTH_ARGUMENT.search(left):
+                raise TemplateLimitExceeded("a format is too wide")
+            _check_pattern(budget, left, left.count("%"), right)
+        return budget.accept(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        budget = __context.parent[_BUDGET]
+        owner = getattr(__obj, "__self__", None)
+        if owner is __self:  # one of the checks that instrumentation put in: no template can name it
+            return __obj(*args)
+        budget = budget_of(__context)
         budget.spend()
-        if isinstance(getattr(__obj, "__self__", None), str):
-            _check_method(budget, __obj.__self__, getattr(__obj, "__name__", ""), args)
-        return __self._sized(__context, super().call(__context, __obj, *args, **kwargs))
+        if isinstance(__obj, _Format):
+            __obj.check(budget, args, kwargs)
+        elif owner is not None:
+            args = _check_method(budget, owner, __obj.__name__, args)
+        return budget.accept(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         formatted = super().wrap_str_format(value)
-        if formatted is None:
-            return None
-        pattern = value.__self__
-
-        def limited(*args: Any, **kwargs: Any) -> str:
-            if _LONG_NUMBER.search(pattern) or _NESTED_FIELD.search(pattern):
-                raise TemplateLimitExceeded("a format is too wide")
-            return formatted(*args, **kwargs)
-
-        return limited
-
-    def _sized(self, context: Context, value: Any) -> Any:
-        if isinstance(value, (str, list, tuple)):
-            context.parent[_BUDGET].check_size(len(value))
-        return value
+        return None if formatted is None else _Format(value.__self__, formatted)
 
 
-def _check_product(budget: _Budget, operator: str, left: Any, right: Any) -> None:
+class _Format:
+    """The ``format`` method of a text in the sandbox."""
+
+    def __init__(self, pattern: str, formatted: Callable[..., str]) -> None:
+        self._pattern = pattern
+        self._formatted = formatted
+
+    def check(self, budget: Budget, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _NESTED_FIELD.search(self._pattern):
+            raise TemplateLimitExceeded("a format is too wide")
+        _check_pattern(budget, self._pattern, self._pattern.count("{"), (args, kwargs))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> str:
+        return self._formatted(*args, **kwargs)
+
+
+def _check_product(budget: Budget, operator: str, left: Any, right: Any) -> None:
     for sequence, count in ((left, right), (right, left)):
         if operator == "*" and isinstance(sequence, (str, list, tuple)) and isinstance(count, int):
             budget.check_size(len(sequence) * max(count, 0))
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() + right.bit_length() if operator == "*" else left.bit_length() * abs(right)
-        if bits > _MAX_INTEGER_BITS:
+        if bits > MAX_INTEGER_BITS:
             raise TemplateLimitExceeded("a number is too large")
 
 
-def _check_method(budget: _Budget, text: str, name: str, args: tuple[Any, ...]) -> None:
-    """Refuse a call of a text's method whose result would be out of proportion."""
-    too_wide = any(isinstance(value, int) and value > _MAX_PADDING for value in args)
-    if name in _PADDING_METHODS and too_wide:
+def _check_pattern(budget: Budget, pattern: str, fields: int, values: Any) -> None:
+    """Each field may bring all the values, at a width of four digits."""
+    if _LONG_NUMBER.search(pattern):
+        raise TemplateLimitExceeded("a format is too wide")
+    budget.check_size(len(pattern) + fields * (budget.weigh(values) + MAX_PADDING))
+
+
+def _check_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Refuse a call that isn't known, or whose result would be out of proportion; returns its arguments."""
+    kind = next((kind for kind in _METHODS if isinstance(owner, kind)), None)
+    if kind is None or name not in _METHODS[kind]:
+        raise SecurityError(f"{name} isn't available to chat templates")
+    if kind is not str:
+        return args
+    if name in _PADDING_METHODS and any(isinstance(value, int) and value > MAX_PADDING for value in args):
         raise TemplateLimitExceeded("a padding is too wide")
-    if name == "translate":
-        raise SecurityError("translate isn't available to chat templates")
     if name == "replace" and len(args) >= 2:
-        _check_replacement(budget, text, *args[:2])
-    if name == "join" and args and hasattr(args[0], "__len__"):
-        budget.check_size(len(text) * len(args[0]))
-
-
-def _check_replacement(budget: _Budget, text: str, old: Any, new: Any) -> None:
-    if isinstance(old, str) and isinstance(new, str):
-        budget.check_size(len(text) + text.count(old) * len(new))
+        budget.check_replacement(owner, *args[:2])
+    if name == "join" and args:
+        items = list(args[0])
+        budget.check_size(len(owner) * len(items) + budget.weigh(items))
+        return (items, *args[1:])
+    return args
 
 
 class _Instrumentation(NodeTransformer):
@@ -227,10 +243,31 @@ class _Instrumentation(NodeTransformer):
         self.generic_visit(node)
         return _call("join_text", *node.nodes)
 
-    def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.Node:  # noqa: N802
+    def visit_Output(self, node: nodes.Output) -> list[nodes.Node]:  # noqa: N802
         self.generic_visit(node)
-        node.filter = nodes.Filter(node.filter, "sized", [], [], None, None)
+        literals = [child for child in node.nodes if isinstance(child, nodes.TemplateData)]
+        length = nodes.Const(sum(len(literal.data) for literal in literals))
+        node.nodes = [child if child in literals else _call("emit", child) for child in node.nodes]
+        return [nodes.ExprStmt(_call("emit_literal", length), lineno=node.lineno), node]
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return node if node.ctx == "store" else _call("accept", node)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _call("accept", node) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.expr = _call("accept", node.expr)
         return node
+
+    def _accepted(self, node: nodes.Expr) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("accept", node)
+
+    visit_List = visit_Dict = _accepted  # noqa: N815
 
 
 def _call(name: str, *args: nodes.Expr) -> nodes.Call:
@@ -262,6 +299,9 @@ class _Namespace(Namespace):
         _check_name(name)
         super().__setitem__(name, value)
 
+    def __repr__(self) -> str:  # what it holds may hold it in turn
+        return "<Namespace>"
+
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
@@ -276,56 +316,13 @@ def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     return dict(*args, **kwargs)
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    if not (indent is None or (isinstance(indent, int) and indent <= 16)):
-        raise TemplateLimitExceeded("an indent is too wide")
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-@pass_context
-def _replace(context: Context, text: Any, old: str, new: str, count: int | None = None) -> str:
-    _check_replacement(context.parent[_BUDGET], str(text), old, new)
-    return filters.do_replace(context.eval_ctx, text, old, new, count)
-
-
-@pass_context
-def _join(context: Context, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
-    items = list(value)
-    context.parent[_BUDGET].check_size(len(str(d)) * len(items))
-    joined = filters.sync_do_join(context.eval_ctx, items, d, attribute)
-    context.parent[_BUDGET].check_size(len(joined))
-    return joined
-
-
-def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    if (width if isinstance(width, int) else len(width)) > 1000:
-        raise TemplateLimitExceeded("an indent is too wide")
-    return filters.do_indent(text, width, first, blank)
-
-
-@pass_context
-def _sized(context: Context, text: str) -> str:
-    context.parent[_BUDGET].check_size(len(text))
-    return text
-
-
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
     # Folding constants would run a template's expressions before any limit holds.
     environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_GenerationBlock, loopcontrols]
     )
-    environment.filters.update(replace=_replace, join=_join, indent=_indent, sized=_sized, tojson=_to_json)
-    for name in _REMOVED_FILTERS:
-        del environment.filters[name]
+    environment.filters = limited_filters(environment.filters)
     del environment.globals["lipsum"]
     environment.globals.update(raise_exception=_raise_exception, dict=_make_dict, namespace=_Namespace)
     return environment

@@ -8,13 +8,8 @@ from typing import Any
 import pytest
 from jinja2 import TemplateError
 
-from nanochat.engine.template_sandbox import (
-    TemplateLimitExceeded,
-    TemplateLimits,
-    TemplateRefusal,
-    literal_text,
-    render_template,
-)
+from nanochat.engine.template_budget import TemplateLimitExceeded, TemplateLimits
+from nanochat.engine.template_sandbox import TemplateRefusal, literal_text, render_template
 from tests.tokenizer_zoo import CHATML, LLAMA3
 
 NOW = datetime(2024, 2, 3, 4, 5)
@@ -48,6 +43,10 @@ class TestLanguage:
             ("{{ ['a', 'b'] | join(', ') }}{{ ','.join(['c', 'd']) }}", "a, bc,d"),
             ("{{ [{'k': 1}, {'k': 2}] | map(attribute='k') | join('+') }}", "1+2"),
             ("{{ 'a\nb' | indent(2) }}{{ '%s-%d' % ('x', 3) }}{{ '{:>3}'.format(7) }}", "a\n  bx-3  7"),
+            ("{{ '**%s**' % 'x' }}{{ '{:*>3}*'.format(7) }}", "**x****7*"),
+            ("{{ [3, 1] | sort | sum }}{{ (1, 2)[1:] }}{{ [1, 2] == [1, 2] }}{{ 'a' in 'abc' }}", "4(2,)TrueTrue"),
+            ("{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}{% for x in [1] %}{{ loop.cycle('c') }}{% endfor %}", "abc"),
+            ("{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}{{ {'a': 1}.get('b', 2) }}", "a12"),
             ("{{ 2 * 'ab' }}{{ [0] * 2 }}{{ 2 ** 10 }}{{ 7 // 2 }}", "abab[0, 0]10243"),
             ("{{ missing }}{{ missing is defined }}", "False"),
             ("{% for a in [[1, [2]]] recursive %}{{ a if a is number else loop(a) }}{% endfor %}", "12"),
@@ -108,6 +107,9 @@ HOSTILE_GROWTH = [
     "{{ 'a\nb' | indent(10 ** 9) }}",
     "{{ '%1000000000d' % 1 }}",
     "{{ '%*d' % (1000000000, 1) }}",
+    "{{ '%-*d' % (1000000000, 1) }}",
+    "{{ '%(a)*d' % {'a': 1} }}",
+    "{{ '%.*f' % (1000000000, 1.5) }}",
     "{{ '%*d' | format(1000000000, 1) }}",
     "{{ '{:1000000000}'.format(1) }}",
     "{{ '{:{w}}'.format(1, w=1000000000) }}",
@@ -120,7 +122,41 @@ HOSTILE_GROWTH = [
     "{{ lipsum(n=100000) }}",
     "{{ 'a' | wordwrap(1, wrapstring='a' * 90000) }}",
     "{{ 1.5 | round(10 ** 9, 'floor') }}",
+    "{{ ('{0:9999}' * 9999).format('a') }}",
+    "{{ '{0}{0}{0}{0}{0}{0}{0}{0}{0}{0}{0}{0}'.format('a' * 90000) }}",
+    "{{ ('%(a)9999d' * 9999) % {'a': 1} }}",
+    "{{ ('\n' * 90000) | indent(90000, blank=true) }}",
+    "{{ ('a' * 90000).join(range(99999) | map('string')) }}",
+    "{{ ('f' * 90000) | int(0, 16) // 3 }}",
+    "{{ ([[0] * 1000] * 1000) | sum(start=[]) }}",
+    "{% macro m() %}{% for a in range(99999) %}{{ 'a' * 90000 }}{% endfor %}{% endmacro %}{{ m() | length }}",
+    "{% set x %}{% for a in range(99999) %}{{ 'a' * 90000 }}{% endfor %}{% endset %}{{ x | length }}",
+    "{% set x %}{% for a in range(99999) %}" + "a" * 9000 + "{% endfor %}{% endset %}{{ x | length }}",
+    "{{ ('&' * 90000)" + " | forceescape" * 50 + " | length }}",
+    "".join("{% set a" + str(n) + " = 'a' * 90000 %}" for n in range(50)),
+    "{% set b = [0] * 5000 %}" + "".join("{% set a" + str(n) + " = b[1:] %}" for n in range(50)),
+    "{{ 'a'.encode() }}",
+    "{{ (5).to_bytes(10 ** 10, 'big') }}",
+    "{{ ('\t' * 9999).expandtabs(9999) }}",
+    "{{ ('<!---->' * 9999) | striptags }}",
+    "{{ (('<!---->' * 9999) | safe).striptags() }}",
 ]  # fmt: skip
+LAUGHS = "{% set ns = namespace(x=[0] * 50) %}{% for n in range(60) %}{% set ns.x = WRAPPED %}{% endfor %}"
+HOSTILE_SHARING = [
+    LAUGHS.replace("WRAPPED", wrapped) + "{{ ns.x " + used + " }}"
+    for wrapped, used in [
+        ("[ns.x, ns.x]", ""),
+        ("(ns.x, ns.x)", "~ 'a'"),
+        ("{'a': ns.x, 'b': ns.x}", "| tojson"),
+        ("dict(a=ns.x, b=ns.x)", "| string"),
+        ("[ns.x] * 2", "== ns.x | list"),
+        ("[ns.x] + [ns.x]", "| join"),
+        ("[ns.x] | map('list') | list + [ns.x]", "| length"),
+        ("{'a': ns.x.items(), 'b': ns.x.values()} if ns.x is mapping else {'a': ns.x}", "| string"),
+        ("range(2) | map(attribute='none', default=ns.x) | list", "| string"),
+    ]
+]
+"""A few lines that hold a list of lists of lists: written out, it would fill any memory."""
 HOSTILE_REACH = [
     "{{ ''.__class__ }}",
     "{{ ''.__class__.__mro__ }}",
@@ -151,6 +187,20 @@ class TestHostileTemplates:
     def test_texts_do_not_grow_without_end(self, source: str) -> None:
         with pytest.raises(TemplateError):
             render(source, SMALL)
+
+    @pytest.mark.parametrize("source", HOSTILE_SHARING)
+    def test_a_value_is_as_large_as_it_would_be_written_out(self, source: str) -> None:
+        with pytest.raises(TemplateLimitExceeded):
+            render(source, TemplateLimits(seconds=20, characters=100_000))
+
+    def test_a_namespace_that_holds_itself_is_not_written_out(self) -> None:
+        assert render("{% set ns = namespace() %}{% set ns.a = ns %}{{ ns }}") == "<Namespace>"
+
+    def test_what_is_given_is_not_held_against_the_template(self) -> None:
+        """A long chat joined up message by message, by a template that was given little else."""
+        source = "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t ~ m.content %}{% endfor %}{{ ns.t }}"
+        messages = [{"role": "user", "content": "0123456789" * 50}] * 1000
+        assert len(render(source, SMALL, messages=messages)) == 500_000
 
     @pytest.mark.parametrize("source", HOSTILE_REACH)
     def test_nothing_beyond_the_template_is_reached(self, source: str) -> None:
