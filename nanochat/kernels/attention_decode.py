@@ -216,14 +216,17 @@ def _decode_kernel(
     row_ends = tl.cumsum(tiles, 0) * KV_HEADS
     total = tl.max(row_ends, 0)
     share = tl.maximum(tl.cdiv(total, num_programs), min_tiles)
+    # A merge costs as much as some 128 keys, or 512 when most multiprocessors are busy copying anyway: where
+    # splitting spares the longest run no more than that, runs stay whole.
+    num_runs = tl.sum((tiles > 0).to(tl.int32), 0) * KV_HEADS
+    longest = tl.max(tiles, 0)
+    is_busy = (4 * num_runs >= num_programs) & (not INT8)
+    spared = longest - share
+    whole = (spared >= 0) & (spared < tl.where(is_busy, 512 // BLOCK_N, 128 // BLOCK_N))
+    if whole & (total == num_runs * longest):
+        share = longest  # equal runs: the first programs take one each, and so all multiprocessors have some
     tile = tl.minimum(program * share, total)
     stop = tl.minimum(tile + share, total)
-    # A merge costs as much as some 128 keys, or 512 when most multiprocessors are busy anyway: where splitting
-    # spares the longest run no more than that, runs stay whole.
-    num_runs = tl.sum((tiles > 0).to(tl.int32), 0) * KV_HEADS
-    spared = tl.max(tiles, 0) - share
-    worthwhile = tl.where(4 * num_runs < num_programs, 128 // BLOCK_N, 512 // BLOCK_N)
-    whole = (spared >= 0) & (spared < worthwhile)
     if whole:
         tile = _next_run(tile, rows, tiles, row_ends, KV_HEADS)
         stop = _next_run(stop, rows, tiles, row_ends, KV_HEADS)
