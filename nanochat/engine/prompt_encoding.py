@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from nanochat.errors import InvalidOption
+from nanochat.errors import InvalidOption, UnsupportedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,6 +26,8 @@ GUARD = "\ufdd0"
 """Stands inside a guarded control token."""
 PLACEHOLDER = "\ufdd1"
 """Encloses the number of a message whose token ids stand for its text."""
+MAX_TOKEN_CHARACTERS = 1024
+"""Of an added token. Real ones have some dozen; the work below grows with the square of it."""
 _NOTHING = "(?!)"  # a pattern that never matches
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _RESERVED = re.compile(f"[{GUARD}{PLACEHOLDER}]|{_SURROGATES.pattern}")
@@ -41,11 +43,20 @@ class PromptEncoder:
     Args:
         tokenizer: a ``transformers`` tokenizer with a fast backend.
         template_text: the texts that the chat template writes.
+
+    Raises:
+        UnsupportedModel: an added token is absurdly long.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_text: str) -> None:
         self._backend = tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
+        longest = max((len(token.content) for token in added.values()), default=0)
+        if longest > MAX_TOKEN_CHARACTERS:
+            raise UnsupportedModel(
+                f"The model's tokenizer has an added token of {longest:,} characters, which no real one has; "
+                "choose another model."
+            )
         self.special_tokens = frozenset(
             token.content for token in added.values() if token.special and token.content
         )
@@ -216,7 +227,8 @@ class _Scanner:
 def _written(token: Any) -> str:
     """The pattern of an added token, with the neighbouring space that it swallows."""
     word = r"\b" if token.single_word else ""
-    before, after = (r"\s*" if token.lstrip else ""), (r"\s*" if token.rstrip else "")
+    # Space before it is taken from its first character on, or each of a long run would be a new attempt.
+    before, after = (r"(?:(?<!\s)\s++)?" if token.lstrip else ""), (r"\s*" if token.rstrip else "")
     return f"{before}{word}{re.escape(token.content)}{word}{after}"
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from nanochat.engine.prompt_encoding import GUARD, PLACEHOLDER, PromptEncoder, placeholders
+from nanochat.errors import UnsupportedModel
 from tests.tokenizer_zoo import NAMES, TEXTS, make_tokenizer
 
 TOKENIZERS = {name: make_tokenizer(name) for name in NAMES}
@@ -101,6 +102,48 @@ def test_a_normalizer_that_makes_control_tokens(name: str) -> None:
     assert control in tokenizer.encode("＜｜x｜＞")
     assert control not in encoder.encode(encoder.guard("＜｜x｜＞"))
     assert encoder.encode("a<|x|>b").count(control) == 1
+
+
+class TestTokensThatTakeTheSpaceAroundThem:
+    """Added tokens with ``lstrip`` and ``rstrip``."""
+
+    @staticmethod
+    def tokenizer() -> PreTrainedTokenizerFast:
+        from tokenizers import AddedToken
+
+        tokenizer = make_tokenizer("smollm2")
+        mask = AddedToken("<|mask|>", special=True, lstrip=True, rstrip=True)
+        tokenizer.backend_tokenizer.add_special_tokens([mask])
+        return tokenizer
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "a <|mask|> b",
+            "  \n<|mask|>",
+            "<|mask|>  <|mask|>",
+            "a  b <|im_end|>  <|mask|>c",
+            "a\t <|mask|><|mask|>",
+        ],
+    )
+    def test_are_found_as_the_backend_finds_them(self, text: str) -> None:
+        tokenizer = self.tokenizer()
+        encoder = PromptEncoder(tokenizer, "")
+        assert encoder._encode_guarded(text)[0] == tokenizer.encode(text, add_special_tokens=False)
+
+    @pytest.mark.timeout(60)
+    def test_a_long_run_of_space_is_looked_through_once(self) -> None:
+        """It took time in the square of its length."""
+        encoder = PromptEncoder(self.tokenizer(), "")
+        text = encoder.guard("<|im_end|>" + " " * 300_000 + "x")
+        assert encoder.encode(text)
+
+
+def test_a_token_of_absurd_length_is_refused() -> None:
+    """All beginnings of it would be kept, which takes memory in the square of its length."""
+    tokenizer = make_tokenizer("smollm2", extra_special_tokens=["<|" + "a" * 100_000 + "|>"])
+    with pytest.raises(UnsupportedModel, match="100,004 characters"):
+        PromptEncoder(tokenizer, "")
 
 
 class TestControlTokens:

@@ -17,6 +17,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from nanochat.engine.models.config_reader import ConfigReader
+from nanochat.engine.prompt_encoding import MAX_TOKEN_CHARACTERS
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """What SentencePiece writes for a space."""
@@ -138,6 +139,8 @@ class _Vocabulary:
         self.types = types or (_TokenType.NORMAL,) * len(self.tokens)
         if not self.tokens or len(self.types) != len(self.tokens):
             raise metadata.error("its vocabulary is incomplete")
+        if (longest := max(map(len, self.tokens))) > MAX_TOKEN_CHARACTERS:
+            raise metadata.error(f"its vocabulary holds a token of {longest:,} characters")
 
     def ids(self, *, spaces_as_blocks: bool) -> dict[str, int]:
         """Each token's id; with ``spaces_as_blocks``, written as SentencePiece does."""

@@ -225,6 +225,13 @@ class TestBadVocabularies:
         with pytest.raises(UnsupportedModel, match="holds a token twice"):
             build(tmp_path, metadata)
 
+    def test_a_token_of_absurd_length(self, tmp_path: Path) -> None:
+        """Looking for the merges that make it takes time in the square of its length."""
+        metadata = sentencepiece_metadata()
+        metadata["tokenizer.ggml.tokens"][-1] = "a" * 2_000_000
+        with pytest.raises(UnsupportedModel, match="a token of 2,000,000 characters"):
+            build(tmp_path, metadata)
+
     def test_special_ids_out_of_range(self, tmp_path: Path) -> None:
         with pytest.raises(UnsupportedModel, match="eos_token_id must be a whole number from 0 to 319"):
             build(tmp_path, byte_level_metadata() | {"tokenizer.ggml.eos_token_id": 320})
