@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from nanochat.engine.prompt_encoding import PLACEHOLDER, PromptEncoder, placeholders
+from nanochat.engine.prompt_encoding import PLACEHOLDER, PromptEncoder, encodable, placeholders
 from nanochat.engine.template_budget import TemplateLimitExceeded
 from nanochat.engine.template_sandbox import TemplateRefusal, literal_text, render_template
 from nanochat.errors import InvalidOption, UnsupportedModel
@@ -178,9 +178,10 @@ class ChatTemplate:
     ) -> str:
         context = {"tools": None, "documents": None} | self._variables | dict(variables)
         try:
-            return render_template(
+            rendered = render_template(
                 self.source, context | {"messages": messages}, now=now or datetime.now().astimezone()
             )
+            return encodable(rendered)  # the messages are so already, but not what the template writes
         except TemplateRefusal:
             raise
         except TemplateLimitExceeded as error:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
 
 
+_NO_LIMIT = int(1e30)
+"""What ``transformers`` takes for it."""
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder.
 
@@ -55,7 +59,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     backend.no_truncation()
     backend.no_padding()
     # The engine says in its own words when a prompt is too long; a log line would garble the screen.
-    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    tokenizer.model_max_length = _NO_LIMIT
     return tokenizer
 
 

@@ -70,6 +70,11 @@ class TestEqualToTransformers:
         tokenizer = make_tokenizer("smollm2", chat_template=templates)
         assert tokenizer.decode(encode_messages(tokenizer, talk("Hello"))) == "Hello"
 
+    @pytest.mark.parametrize("template", ["a\ud800b", "{{ 'a\\ud800b' }}"])
+    def test_half_a_surrogate_pair_in_a_template(self, template: str) -> None:
+        tokenizer = make_tokenizer("smollm2", chat_template=template)
+        assert tokenizer.decode(encode_messages(tokenizer, talk("Hello"))) == "a\ufffdb"
+
 
 class TestSystemMessage:
     """It reaches the model also where the template has no place for it."""

@@ -108,6 +108,13 @@ def test_settings_of_the_training_run_neither_cut_nor_pad(tmp_path: Path) -> Non
     assert tokenizer.backend_tokenizer.encode(text).ids == make_tokenizer("qwen3").encode(text)
 
 
+@pytest.mark.parametrize("value", ["many", [1], None, -1, 8])
+def test_a_length_of_whatever_kind_limits_nothing(tmp_path: Path, value: object) -> None:
+    write_tokenizer(tmp_path, "qwen3", model_max_length=value)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("many words " * 50) == make_tokenizer("qwen3").encode("many words " * 50)
+
+
 def test_a_long_text_logs_nothing(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, "qwen3", model_max_length=8)
     code = "import sys; from pathlib import Path; from nanochat.engine.tokenizer import load_tokenizer\n"
