@@ -216,13 +216,13 @@ def _decode_kernel(
     row_ends = tl.cumsum(tiles, 0) * KV_HEADS
     total = tl.max(row_ends, 0)
     share = tl.maximum(tl.cdiv(total, num_programs), min_tiles)
-    # A merge costs as much as some 128 keys, or 512 when most multiprocessors are busy copying anyway: where
+    # A merge costs as much as some 128 keys, or 256 when most multiprocessors are busy copying anyway: where
     # splitting spares the longest run no more than that, runs stay whole.
     num_runs = tl.sum((tiles > 0).to(tl.int32), 0) * KV_HEADS
     longest = tl.max(tiles, 0)
     is_busy = (4 * num_runs >= num_programs) & (not INT8)
     spared = longest - share
-    whole = (spared >= 0) & (spared < tl.where(is_busy, 512 // BLOCK_N, 128 // BLOCK_N))
+    whole = (spared >= 0) & (spared < tl.where(is_busy, 256 // BLOCK_N, 128 // BLOCK_N))
     if whole & (total == num_runs * longest):
         share = longest  # equal runs: the first programs take one each, and so all multiprocessors have some
     tile = tl.minimum(program * share, total)
