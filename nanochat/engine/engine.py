@@ -6,6 +6,7 @@ One thread repeats: take what has come in, plan a step, run it, commit it, deliv
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
 import operator
@@ -93,6 +94,8 @@ class Engine:
         self._closed_because: str | None = None
         self._thread = threading.Thread(target=self._run, name="nanochat-engine", daemon=True)
         self._thread.start()
+        # Python would tear itself down under a thread that computes, which ends in an abort.
+        atexit.register(self.close)
 
     @property
     def model_name(self) -> str:
@@ -166,6 +169,7 @@ class Engine:
             self._inbox_condition.notify()
         if self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
+        atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
         return self

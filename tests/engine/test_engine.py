@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -392,6 +394,17 @@ class TestClosing:
         assert {handle.result(5).finish_reason for handle in handles} == {"cancelled"}
         with pytest.raises(EngineClosed):
             engine.submit([40])
+
+    def test_a_process_that_forgets_it_ends_well(self, tiny_llama: Path) -> None:
+        code = f"""
+from nanochat import Engine, EngineConfig, SamplingParams
+engine = Engine(EngineConfig(model={str(tiny_llama)!r}, device="cpu", num_kv_blocks=120))
+handle = engine.submit([40], SamplingParams(max_tokens=1900, ignore_eos=True))
+next(iter(handle))
+"""
+        command = [sys.executable, "-c", code]
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert (finished.returncode, finished.stderr) == (0, "")
 
     def test_as_a_context_manager(self, tiny_llama: Path) -> None:
         with Engine(EngineConfig(model=str(tiny_llama), device="cpu", num_kv_blocks=16)) as engine:
