@@ -1,0 +1,178 @@
+"""What the engine does when something breaks, or when it is closed: every handle gets its end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanochat.engine.config import EngineConfig, SamplingParams
+from nanochat.engine.detokenizer import Detokenizer
+from nanochat.engine.engine import Engine
+from nanochat.engine.live_request import LiveRequest
+from nanochat.errors import EngineClosed
+from tests.engine.conftest import MakeEngine, assert_idle_and_consistent, wait_until
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+LONG = SamplingParams(temperature=0, max_tokens=100_000, ignore_eos=True)
+
+
+class TestFailing:
+    def test_a_step_that_fails_ends_its_requests_and_nothing_else(
+        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = make_engine()
+        runner = type(engine._model.runner)
+        run = runner.run
+
+        def fail(self: Any, plan: Any) -> Any:
+            raise RuntimeError("the lights went out")
+
+        monkeypatch.setattr(runner, "run", fail)
+        output = engine.submit("Hello", GREEDY).result(60)
+        assert output.finish_reason == "error"
+        assert output.error is not None
+        assert "the lights went out" in output.error
+        monkeypatch.setattr(runner, "run", run)
+        assert engine.submit("Hello", GREEDY).result(60).finish_reason in ("length", "stop")
+
+    def test_text_that_cannot_be_made_fails_that_request_only(
+        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        accept = LiveRequest.accept
+
+        def fail_for_one_prompt(live: LiveRequest, *args: Any) -> bool:
+            if live.request.token_ids[0] == 40:
+                raise ValueError("no such token")
+            return accept(live, *args)
+
+        monkeypatch.setattr(LiveRequest, "accept", fail_for_one_prompt)
+        engine = make_engine()
+        healthy, broken = engine.submit([50, 51], GREEDY), engine.submit([40], GREEDY)
+        assert healthy.result(60).error is None
+        assert broken.result(60).finish_reason == "error"
+        assert "no such token" in str(broken.result().error)
+
+    def test_text_that_cannot_even_be_flushed_leaves_no_handle_waiting(
+        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(detokenizer: Detokenizer, token_ids: Any = ()) -> str:
+            raise ValueError("no such token")
+
+        engine = make_engine()
+        with monkeypatch.context() as patches:
+            patches.setattr(Detokenizer, "push", fail)
+            patches.setattr(Detokenizer, "flush", fail)
+            output = engine.submit([40], GREEDY).result(60)
+        assert output.finish_reason == "error"
+        assert len(output.token_ids) == 1
+        assert engine.submit([40], GREEDY).result(60).error is None
+
+    def test_a_panic_in_native_code_ends_every_handle(
+        self, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Rust's panics reach Python as exceptions that aren't ``Exception``."""
+
+        class PanicException(BaseException):
+            pass
+
+        def panic(*_: Any) -> Any:
+            raise PanicException("index out of bounds")
+
+        engine = Engine(EngineConfig(model=str(tiny_llama), device="cpu", dtype="float32", num_kv_blocks=16))
+        monkeypatch.setattr(engine._model.runner, "run", panic, raising=True)
+        output = engine.submit([40], GREEDY).result(60)
+        assert output.finish_reason == "error"
+        assert "index out of bounds" in str(output.error)
+        with pytest.raises(EngineClosed, match="index out of bounds"):
+            engine.submit([40])
+        engine.close()
+
+    def test_a_request_that_cannot_be_queued_leaves_no_handle_waiting(
+        self, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whatever came in the same moment must not be lost on the way from the inbox to the scheduler."""
+
+        def fail(request: Any) -> None:
+            raise RuntimeError("lost count")
+
+        engine = Engine(EngineConfig(model=str(tiny_llama), device="cpu", dtype="float32", num_kv_blocks=16))
+        monkeypatch.setattr(engine._scheduler, "add", fail)
+        with engine._inbox_condition:  # keeps the step thread waiting until all are there
+            handles = [engine.submit([40 + number], GREEDY) for number in range(3)]
+        assert [handle.result(60).finish_reason for handle in handles] == ["error"] * 3
+        engine.close()
+
+    @pytest.mark.parametrize(
+        "error",
+        [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee docs"), MemoryError()],
+    )
+    def test_a_step_without_memory_says_so_in_one_line_and_logs_no_traceback(
+        self,
+        make_engine: MakeEngine,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        error: Exception,
+    ) -> None:
+        def fail(*_: Any) -> Any:
+            raise error
+
+        engine = make_engine()
+        with monkeypatch.context() as patches:
+            patches.setattr(type(engine._model.runner), "run", fail)
+            output = engine.submit("Hello", GREEDY).result(60)
+        assert output.finish_reason == "error"
+        assert "memory" in str(output.error)
+        assert "--max-batched-tokens" in str(output.error)
+        assert "\n" not in str(output.error)
+        assert not [record for record in caplog.records if record.exc_info]
+        assert engine.submit("Hello", GREEDY).result(60).error is None
+
+    def test_a_scheduler_that_breaks_ends_every_handle(
+        self, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = Engine(EngineConfig(model=str(tiny_llama), device="cpu", dtype="float32", num_kv_blocks=16))
+
+        def fail(now: float) -> Any:
+            raise RuntimeError("lost count")
+
+        monkeypatch.setattr(engine._scheduler, "plan", fail)
+        output = engine.submit("Hello", GREEDY).result(60)
+        assert output.finish_reason == "error"
+        wait_until(lambda: not engine._thread.is_alive())
+        with pytest.raises(EngineClosed, match="lost count"):
+            engine.submit("Hello")
+        engine.close()
+
+
+class TestClosing:
+    def test_ends_what_runs_and_refuses_what_comes(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(num_kv_blocks=120)
+        handles = [engine.submit([40], LONG) for _ in range(3)]
+        engine.close()
+        engine.close()
+        assert {handle.result(5).finish_reason for handle in handles} == {"cancelled"}
+        with pytest.raises(EngineClosed):
+            engine.submit([40])
+
+    @pytest.mark.slow
+    def test_a_process_that_forgets_it_ends_well(self, tiny_llama: Path) -> None:
+        code = f"""
+from nanochat import Engine, EngineConfig, SamplingParams
+engine = Engine(EngineConfig(model={str(tiny_llama)!r}, device="cpu", num_kv_blocks=120))
+handle = engine.submit([40], SamplingParams(max_tokens=1900, ignore_eos=True))
+next(iter(handle))
+"""
+        command = [sys.executable, "-c", code]
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert (finished.returncode, finished.stderr) == (0, "")
+
+    def test_as_a_context_manager(self, tiny_llama: Path) -> None:
+        with Engine(EngineConfig(model=str(tiny_llama), device="cpu", num_kv_blocks=16)) as engine:
+            engine.submit([40], GREEDY).result(60)
+        assert not engine._thread.is_alive()
+        assert_idle_and_consistent(engine)
