@@ -49,12 +49,18 @@ class EngineStats:
     waiting: int
     preemptions: int
     prefix_query_tokens: int
+    """Of the prompts started so far."""
     prefix_hit_tokens: int
+    """Of those, what the prefix cache had."""
     prompt_tokens: int
+    """Computed by prefills: prompts less what was cached, and again whatever a preemption made anew."""
     generation_tokens: int
     ttft_s: tuple[float, ...]
+    """From submission to the first token."""
     itl_s: tuple[float, ...]
+    """From one token of a request to its next."""
     decode_tok_s: float
+    """Of all requests together, while there was work; 0 when idle. So is the next."""
     prefill_tok_s: float
     steps: int
     requests: tuple[RequestRow, ...]
@@ -75,7 +81,7 @@ CACHED = -2
 
 
 class RateMeter:
-    """Tokens per second over a sliding window, fed with (time, tokens)."""
+    """Tokens per second over a sliding window, fed with (start, end, tokens)."""
 
     def __init__(self, window_s: float = RATE_WINDOW_S) -> None:
         self._window_s = window_s
