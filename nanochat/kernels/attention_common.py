@@ -9,13 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from nanochat.kernels.cache import LayerCache
+from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.triton_utils import LOG2_E, device_info
 
 MAX_HEAD_DIM = 256
 
 
-def check_layout(q: torch.Tensor, cache: LayerCache) -> None:
+def check_layout(q: torch.Tensor, cache: LayerCache, batch: AttentionBatch) -> None:
     """Refuse what the kernels, and not the ops in general, cannot read.
 
     Raises:
@@ -30,6 +30,9 @@ def check_layout(q: torch.Tensor, cache: LayerCache) -> None:
         raise ValueError("q must not be bfloat16 on a GPU of compute capability below 8.0; use float16 there")
     if q.stride(2) != 1:
         raise ValueError(f"q must be dense in its last dim; its strides are {q.stride()}")
+    for name, tensor in (("block_tables", batch.block_tables), ("context_lens", batch.context_lens)):
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(f"{name} must be dense in its last dim; its strides are {tensor.stride()}")
     check_cache_layout(cache)
 
 

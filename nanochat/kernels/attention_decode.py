@@ -75,7 +75,7 @@ def decode_attention(
 
     The workspace stays in ``batch.scratch`` for the next layers, and must outlive a graph captured here.
     """
-    check_layout(q, cache)
+    check_layout(q, cache, batch)
     rows, (_, heads, head_dim) = batch.num_decodes, q.shape
     if out is None:
         out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)

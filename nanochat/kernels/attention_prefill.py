@@ -44,7 +44,7 @@ def prefill_attention(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `nanochat.kernels.prefill_attention`. ``out [T - num_decodes, H, D]``, if given, receives the result."""
-    check_layout(q, cache)
+    check_layout(q, cache, batch)
     q = q[batch.num_decodes :]
     tokens, _, head_dim = q.shape
     if out is None:
@@ -134,7 +134,7 @@ def launch_prefill(
         WINDOWED=window > 0,
         CAPPED=softcap > 0,
         NATIVE=not INTERPRETED,
-        HAS_BF16=device_info(q.device).capability >= 80 and not INTERPRETED,
+        HAS_BF16=q.element_size() == 2 and device_info(q.device).capability >= 80 and not INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

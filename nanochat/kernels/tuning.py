@@ -58,7 +58,7 @@ def decode_config(capability: int, block_d: int, kv_bytes: int, runs: int) -> De
 def prefill_config(capability: int, block_d: int, q_bytes: int, kv_bytes: int, context: int) -> PrefillConfig:
     """``q_bytes``, ``kv_bytes``: of one query and one cached element; ``context``: the longest row's."""
     if q_bytes == 4 or capability < 80:
-        return PrefillConfig(32, 16 if block_d > 128 else 32, 4, 1)
+        return PrefillConfig(32, 16 if block_d > 128 else 32, 8, 1)  # products without tensor cores
     if capability in (90, 100):
         if block_d > 128:
             return PrefillConfig(64, 64, 4, 2) if context <= 4096 else PrefillConfig(128, 64, 8, 2)

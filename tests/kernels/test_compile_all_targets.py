@@ -145,10 +145,16 @@ def float_dtype(capability: int) -> torch.dtype:
 
 
 def attention_inputs(
-    capability: int, dim: int, int8: bool, rows: int, queries: int, context: int
+    capability: int,
+    dim: int,
+    int8: bool,
+    rows: int,
+    queries: int,
+    context: int,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, LayerCache, AttentionBatch]:
     """Shapes and types alone matter."""
-    dtype = float_dtype(capability)
+    dtype = dtype or float_dtype(capability)
     data = [torch.zeros(2, 16, 8, dim, dtype=torch.int8 if int8 else dtype) for _ in range(2)]
     scales = [torch.zeros(2, 16, 8, dtype=torch.float16) for _ in range(2)] if int8 else []
     batch = AttentionBatch(
@@ -180,6 +186,21 @@ def test_decode_attention(monkeypatch: pytest.MonkeyPatch, capability: int, dim:
         "_decode_kernel",
         lambda: attention_decode.decode_attention(q, cache, batch, scale=1.0),
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [75, 86, 90])
+@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("int8", [False, True])
+def test_attention_in_float32(monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, int8: bool) -> None:
+    for queries, module, kernel, function in (
+        (1, attention_decode, "_decode_kernel", attention_decode.decode_attention),
+        (32, attention_prefill, "_prefill_kernel", attention_prefill.prefill_attention),
+    ):
+        q, cache, batch = attention_inputs(capability, dim, int8, 2, queries, 100, torch.float32)
+        check_launches(
+            monkeypatch, capability, module, kernel, lambda f=function, a=(q, cache, batch): f(*a, scale=1.0)
+        )
 
 
 @pytest.mark.slow
