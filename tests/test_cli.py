@@ -116,10 +116,17 @@ class TestAsk:
     def test_system_and_stop_reach_the_engine(
         self, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert ask(tiny_llama, "Hi", "--temperature", "0", "--json") == 0
+        options = ("Hi", "--temperature", "0", "--max-tokens", "20", "--json", "--system", "S")
+        assert ask(tiny_llama, *options[:-2]) == 0
+        without_system = json.loads(capsys.readouterr().out)
+        assert ask(tiny_llama, *options) == 0
         plain = json.loads(capsys.readouterr().out)
-        assert ask(tiny_llama, "Hi", "--temperature", "0", "--json", "--system", "S", "--stop", "e") == 0
-        assert json.loads(capsys.readouterr().out)["prompt_tokens"] > plain["prompt_tokens"]
+        assert plain["prompt_tokens"] > without_system["prompt_tokens"]
+        stop = plain["text"][5:7]
+        assert ask(tiny_llama, *options, "--stop", "never", "--stop", stop) == 0
+        stopped = json.loads(capsys.readouterr().out)
+        assert (plain["finish_reason"], stopped["finish_reason"]) == ("length", "stop")
+        assert stopped["text"] == plain["text"][: plain["text"].index(stop)]
 
 
 @pytest.mark.parametrize(
@@ -200,8 +207,12 @@ def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch, tiny_llama:
     assert ask(tiny_llama, "hi") == 130
 
 
-def test_a_reader_that_leaves_causes_no_traceback(tiny_llama: Path) -> None:
-    command = f"{sys.executable} -m nanochat ask hi --model {tiny_llama} --device cpu --kv-blocks 64 | true"
+@pytest.mark.parametrize(
+    "arguments",
+    ["simulate", pytest.param("ask hi --model {model} --device cpu --kv-blocks 64", marks=pytest.mark.slow)],
+)
+def test_a_reader_that_leaves_causes_no_traceback(tiny_llama: Path, arguments: str) -> None:
+    command = f"{sys.executable} -m nanochat {arguments.format(model=tiny_llama)} | true"
     finished = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False
     )
@@ -217,6 +228,7 @@ def test_starting_imports_nothing_heavy(module: str) -> None:
     assert finished.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_the_engine_imports_without_what_only_the_app_needs() -> None:
     code = """
 import importlib.abc, pkgutil, sys
