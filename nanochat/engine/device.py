@@ -5,6 +5,8 @@ Also tells how much memory a machine has left, and a lack of it from other error
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from nanochat.engine.config import DType, EngineConfig
@@ -56,11 +58,21 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def free_cpu_bytes() -> int:
-    """Memory that programs can still take without swapping."""
+def free_cpu_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that this process can still take without swapping: the machine's, or its container's if less."""
     import psutil  # type: ignore[import-untyped]
 
-    return int(psutil.virtual_memory().available)
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        if limit == "max":
+            return free
+        idle_cache = int(statistics.get("inactive_file", 0))  # given back as soon as it is needed
+        return max(0, min(free, int(limit) - used + idle_cache))
+    except (OSError, ValueError):  # no such system, or no container
+        return free
 
 
 def is_out_of_memory(error: BaseException) -> bool:
