@@ -317,12 +317,9 @@ def _attend(
             k = tl.load(k_ptr + kv_offsets, mask=(dims < HEAD_DIM)[None, :], other=0)
             v = tl.load(v_ptr + kv_offsets, mask=(dims < HEAD_DIM)[None, :], other=0)
         if INT8:
-            # One load for both: a tensor with an element for each thread is loaded once and then shared.
             scale_offsets = slots * scale_stride_token
-            scale_ptrs = tl.join(k_scale_ptr + scale_offsets, v_scale_ptr + scale_offsets)
-            k_scale, v_scale = tl.split(
-                tl.load(scale_ptrs, mask=in_context[:, None], other=0.0).to(tl.float32)
-            )
+            k_scale = tl.load(k_scale_ptr + scale_offsets, mask=in_context, other=0.0).to(tl.float32)
+            v_scale = tl.load(v_scale_ptr + scale_offsets, mask=in_context, other=0.0).to(tl.float32)
         blocks = load_blocks(table, tile + 1, keys, context_len, BLOCK_N, BLOCK_SIZE)
 
         if INT8:

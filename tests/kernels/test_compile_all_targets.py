@@ -168,107 +168,69 @@ def attention_inputs(
     return torch.zeros(rows * queries, 16, dim, dtype=dtype), LayerCache(*data, *scales), batch
 
 
-CAPABILITIES = [pytest.param(c, marks=[] if c in (75, 86, 90) else pytest.mark.slow) for c in SHARED_KB]
-DIMS = [pytest.param(dim, marks=[] if dim == 128 else pytest.mark.slow) for dim in (64, 80, 96, 128, 256)]
+FAMILIES = (75, 86, 90)
+"""One generation of each family of tile sizes; the others differ from one of these in the compiler alone."""
+CAPABILITIES = [pytest.param(c, marks=() if c in FAMILIES else pytest.mark.slow) for c in SHARED_KB]
+GPUS_AND_DIMS = [
+    pytest.param(capability, dim, marks=() if capability in FAMILIES and dim == 128 else pytest.mark.slow)
+    for capability in SHARED_KB
+    for dim in ((64, 80, 128, 256) if capability in FAMILIES else (128,))
+]
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("kind", ["float", "int8", "int8 many rows"])
-def test_decode_attention(monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, kind: str) -> None:
-    q, cache, batch = attention_inputs(
-        capability, dim, kind != "float", 40 if kind == "int8 many rows" else 2, 1, 100
-    )
-    check_launches(
-        monkeypatch,
-        capability,
-        attention_decode,
-        "_decode_kernel",
-        lambda: attention_decode.decode_attention(q, cache, batch, scale=1.0),
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [75, 86, 90])
-@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize(("capability", "dim"), GPUS_AND_DIMS)
 @pytest.mark.parametrize("int8", [False, True])
-def test_attention_in_float32(monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, int8: bool) -> None:
-    for queries, module, kernel, function in (
-        (1, attention_decode, "_decode_kernel", attention_decode.decode_attention),
-        (32, attention_prefill, "_prefill_kernel", attention_prefill.prefill_attention),
-    ):
-        q, cache, batch = attention_inputs(capability, dim, int8, 2, queries, 100, torch.float32)
+def test_decode_attention(monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, int8: bool) -> None:
+    # Some tile sizes depend on the number of rows.
+    for rows in (2, 4, 40) if capability == 90 else (2,):
+        q, cache, batch = attention_inputs(capability, dim, int8, rows, 1, 100)
         check_launches(
-            monkeypatch, capability, module, kernel, lambda f=function, a=(q, cache, batch): f(*a, scale=1.0)
+            monkeypatch,
+            capability,
+            attention_decode,
+            "_decode_kernel",
+            lambda a=(q, cache, batch): attention_decode.decode_attention(*a, scale=1.0),
+        )
+
+
+@pytest.mark.parametrize(("capability", "dim"), GPUS_AND_DIMS)
+@pytest.mark.parametrize("int8", [False, True])
+def test_prefill_attention(monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, int8: bool) -> None:
+    """Whichever of the two kernels is launched on this GPU for these heads; tiles depend on the context."""
+    monkeypatch.setattr(attention_prefill, "device_info", lambda device: DeviceInfo(capability, NUM_SMS))
+    for context in {75: (32,), 90: (32, 1024, 8192)}.get(capability, (32, 8192)):
+        q, cache, batch = attention_inputs(capability, dim, int8, 2, 32, context)
+        gluon = capability == 90 and int8 and dim in (64, 128) and context > 64
+        check_launches(
+            monkeypatch,
+            capability,
+            attention_prefill_hopper if gluon else attention_prefill,
+            "_prefill_int8_kernel" if gluon else "_prefill_kernel",
+            lambda a=(q, cache, batch): attention_prefill.prefill_attention(*a, scale=1.0),
         )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", FAMILIES)
 @pytest.mark.parametrize("int8", [False, True])
-def test_decode_attention_with_window_and_softcap(
-    monkeypatch: pytest.MonkeyPatch, capability: int, int8: bool
+@pytest.mark.parametrize("changes", [{"dtype": torch.float32}, {"window": 64, "softcap": 30.0}], ids=str)
+def test_attention_of_the_rarer_kinds(
+    monkeypatch: pytest.MonkeyPatch, capability: int, int8: bool, changes: dict[str, Any]
 ) -> None:
-    q, cache, batch = attention_inputs(capability, 128, int8, 2, 1, 100)
-    check_launches(
-        monkeypatch,
-        capability,
-        attention_decode,
-        "_decode_kernel",
-        lambda: attention_decode.decode_attention(q, cache, batch, scale=1.0, window=64, softcap=30.0),
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("context", [32, 1024, 8192])
-def test_prefill_attention(
-    monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, int8: bool, context: int
-) -> None:
-    check_prefill(monkeypatch, capability, dim, int8, context)
-
-
-def check_prefill(
-    monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, int8: bool, context: int
-) -> None:
-    """Whichever of the two kernels is launched on this GPU for these heads."""
-    q, cache, batch = attention_inputs(capability, dim, int8, 2, 32, context)
-    gluon = capability == 90 and int8 and dim in (64, 128) and context > 64
-    monkeypatch.setattr(attention_prefill, "device_info", lambda device: DeviceInfo(capability, NUM_SMS))
-    check_launches(
-        monkeypatch,
-        capability,
-        attention_prefill_hopper if gluon else attention_prefill,
-        "_prefill_int8_kernel" if gluon else "_prefill_kernel",
-        lambda: attention_prefill.prefill_attention(q, cache, batch, scale=1.0),
-    )
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_prefill_attention_of_a_chat(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
-    check_prefill(monkeypatch, capability, 128, False, 1024)
-
-
-def test_prefill_attention_over_int8_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_prefill(monkeypatch, 90, 128, True, 1024)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("int8", [False, True])
-def test_prefill_attention_with_window_and_softcap(
-    monkeypatch: pytest.MonkeyPatch, capability: int, int8: bool
-) -> None:
-    q, cache, batch = attention_inputs(capability, 128, int8, 2, 32, 1024)
-    check_launches(
-        monkeypatch,
-        capability,
-        attention_prefill,
-        "_prefill_kernel",
-        lambda: attention_prefill.prefill_attention(q, cache, batch, scale=1.0, window=64, softcap=30.0),
-    )
+    options = dict(changes)
+    dtype = options.pop("dtype", None)
+    for queries, module, kernel, function in (
+        (1, attention_decode, "_decode_kernel", attention_decode.decode_attention),
+        (32, attention_prefill, "_prefill_kernel", attention_prefill.prefill_attention),
+    ):
+        inputs = attention_inputs(capability, 128, int8, 2, queries, 1024, dtype)
+        check_launches(
+            monkeypatch,
+            capability,
+            module,
+            kernel,
+            lambda f=function, a=inputs: f(*a, scale=1.0, **options),
+        )
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
