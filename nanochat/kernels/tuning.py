@@ -60,11 +60,13 @@ def prefill_config(capability: int, block_d: int, q_bytes: int, kv_bytes: int, c
     if q_bytes == 4 or capability < 80:
         return PrefillConfig(32, 16 if block_d > 128 else 32, 8, 1)  # products without tensor cores
     if capability in (90, 100):
+        short = context <= 4096
         if block_d > 128:
-            return PrefillConfig(64, 64, 4, 2) if context <= 4096 else PrefillConfig(128, 64, 8, 2)
-        if context <= 4096:
+            block_n = 64 if kv_bytes > 1 else 32
+            return PrefillConfig(64, block_n, 4, 2) if short else PrefillConfig(128, block_n, 8, 2)
+        if short:
             return PrefillConfig(64, 32 if context <= 64 else 64, 4, 3)
-        return PrefillConfig(128, 128, 8, 3 if kv_bytes > 1 else 2)
+        return PrefillConfig(128, 128, 8, 3) if kv_bytes > 1 else PrefillConfig(128, 64, 8, 2)
     if block_d > 128:
         return PrefillConfig(64, 32, 4, 2)
     return PrefillConfig(64, 64, 4, 2) if context <= 512 else PrefillConfig(128, 32, 4, 2)
