@@ -112,15 +112,23 @@ def test_tensor_types(kind: Type, tmp_path: Path) -> None:
     assert published == ("bfloat16" if kind == Type.BF16 else "float16")
 
 
-@pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q6_K], ids=lambda t: t.name)
-def test_k_quants(kind: Type, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "scales"),
+    [
+        (Type.Q2_K, slice(-4, None)),
+        (Type.Q3_K, slice(-2, None)),
+        (Type.Q4_K, slice(0, 4)),
+        (Type.Q5_K, slice(0, 4)),
+        (Type.Q6_K, slice(-2, None)),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_k_quants(kind: Type, scales: slice, tmp_path: Path) -> None:
+    """``scales``: a block's float16s, which random bytes may make NaN."""
     case = Case(CASES["llama"].config, {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64})
     model = small_model(case)
     block, size = gguf.GGML_QUANT_SIZES[kind]
     rows = np.random.default_rng(0).integers(0, 256, (256, 256 // block * size), dtype=np.uint8)
-    scales = (
-        slice(0, 4) if kind == Type.Q4_K else slice(-2, None)
-    )  # float16s, which random bytes may make NaN
     rows[:, scales] = np.frombuffer(np.array([0.01, 0.02], np.float16).tobytes(), np.uint8)[
         : len(rows[0, scales])
     ]
