@@ -23,7 +23,7 @@ class StepBatch:
     """``T`` packed tokens, decode rows first; ``S`` of them sample."""
 
     input_ids: torch.Tensor
-    """``[T]`` int64."""
+    """``[T]`` int64; -1 for an id that a step in flight will bring, which only decode rows have."""
     positions: torch.Tensor
     """``[T]`` int64."""
     slots: torch.Tensor
@@ -38,7 +38,7 @@ class HostBatch(NamedTuple):
     """What a `StepBatch` holds, still on the host."""
 
     input_ids: np.ndarray
-    """``[T]`` int64."""
+    """``[T]`` int64; -1 for an id that a step in flight will bring."""
     positions: np.ndarray
     """``[T]`` int64."""
     slots: np.ndarray
@@ -71,7 +71,7 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> StepBa
         slots=slots,
         attention=attention,
         sample_rows=sample_rows,
-        sampling=SamplingBatch.from_requests([chunk.request for chunk in plan.sampling], device),
+        sampling=SamplingBatch.from_chunks(plan.sampling, device),
     )
 
 
@@ -88,18 +88,9 @@ def pack_batch(plan: StepPlan, block_size: int) -> HostBatch:
     positions = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
     slots = tables[row_of_token, positions // block_size].astype(np.int64) * block_size
     slots += positions % block_size
-    input_ids = np.fromiter(
-        (
-            token
-            for chunk in chunks
-            for token in chunk.request.token_ids[chunk.start : chunk.start + chunk.length]
-        ),
-        dtype=np.int64,
-        count=int(ends[-1]),
-    )
     samples = np.array([chunk.samples for chunk in chunks])
     return HostBatch(
-        input_ids=input_ids,
+        input_ids=np.array(_input_ids(chunks), dtype=np.int64),
         positions=positions.astype(np.int64, copy=False),
         slots=slots,
         block_tables=tables,
@@ -107,6 +98,18 @@ def pack_batch(plan: StepPlan, block_size: int) -> HostBatch:
         query_starts=np.concatenate([np.zeros(1, np.int32), ends]),
         sample_rows=ends[samples].astype(np.int64) - 1,
     )
+
+
+def has_pending_ids(plan: StepPlan) -> bool:
+    """Whether steps in flight sample some of the tokens that this one decodes."""
+    return any(chunk.start >= len(chunk.request.token_ids) for chunk in plan.decodes)
+
+
+def _input_ids(chunks: Sequence[ScheduledChunk]) -> list[int]:
+    ids: list[int] = []
+    for request, start, length, _ in chunks:
+        ids += request.token_ids[start : start + length] or [-1]
+    return ids
 
 
 def _block_tables(chunks: Sequence[ScheduledChunk], context_lens: np.ndarray, block_size: int) -> np.ndarray:

@@ -94,7 +94,9 @@ class DecodeInputs:
         The copy is asynchronous, from one buffer: the last step's must be over.
         """
         batch = pack_batch(plan, block_size)
-        sampling = SamplingArrays.from_requests([chunk.request for chunk in plan.decodes])
+        sampling = SamplingArrays.from_requests(
+            [chunk.request for chunk in plan.decodes], [chunk.start + 1 for chunk in plan.decodes]
+        )
         arrays = [
             *(batch.input_ids, batch.positions, batch.slots, sampling.seeds, sampling.positions),
             *(sampling.temperature, sampling.top_p, sampling.min_p, sampling.top_k, batch.context_lens),

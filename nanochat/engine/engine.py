@@ -1,7 +1,7 @@
 """The engine: takes prompts from any thread, runs them together on one step thread, streams tokens back.
 
-One thread repeats: take what has come in, plan a step, run it, commit it, deliver the text. ``submit``,
-``cancel``, ``stats`` and ``block_map`` may be called from any other thread.
+One thread repeats: take what has come in, plan and launch a step, commit an earlier one, deliver its text.
+``submit``, ``cancel``, ``stats`` and ``block_map`` may be called from any other thread.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from nanochat.engine.block_pool import BlockPool
 from nanochat.engine.chat_template import encode_messages
 from nanochat.engine.config import EngineConfig, SamplingParams
 from nanochat.engine.detokenizer import Detokenizer
-from nanochat.engine.device import dtype_name, is_out_of_memory
+from nanochat.engine.device import dtype_name
 from nanochat.engine.handle import RequestHandle
 from nanochat.engine.live_request import LiveRequest
 from nanochat.engine.loading import LoadedModel, load_model
 from nanochat.engine.memory import kv_bytes_per_token
 from nanochat.engine.outputs import TokenLogprobs
+from nanochat.engine.pipeline import GPU_STEPS_AHEAD, Outcome, Pipeline
 from nanochat.engine.progress import ProgressCallback, ignore_progress
 from nanochat.engine.prompt_encoding import encodable
 from nanochat.engine.recorder import Recorder
 from nanochat.engine.request import FinishReason, Request, RequestStatus
-from nanochat.engine.runner import StepResult
-from nanochat.engine.scheduler import Scheduler, StepPlan
+from nanochat.engine.scheduler import Scheduler
 from nanochat.engine.stats import BlockMap, EngineStats
 from nanochat.errors import EngineClosed, InvalidOption
 
@@ -63,6 +63,7 @@ class Engine:
         *,
         progress: ProgressCallback = ignore_progress,
         debug: bool = False,
+        max_steps_ahead: int | None = None,
     ) -> None:
         """Load the model and start the step thread; blocks until both are done.
 
@@ -70,6 +71,8 @@ class Engine:
             config: what to load and how; the default model on the best device if left out.
             progress: told of each stage of loading, on the calling thread.
             debug: check every invariant of the scheduler and the block pool whenever the engine is idle.
+            max_steps_ahead: most steps in flight while another is planned, for whoever compares; what suits
+                the device if left out. It changes no token.
 
         Raises:
             NanochatError: a subclass whose message says what to do.
@@ -85,9 +88,13 @@ class Engine:
         self._debug = debug
         self._request_ids = itertools.count(1)
         self._random = random.SystemRandom()
-        self._live: dict[int, LiveRequest] = {}  # step thread only
+        self._live: dict[int, LiveRequest] = {}  # step thread only, as are the next two
+        self._collected: Outcome | None = None
         # Guards the scheduler and the recorder: held for planning and committing, never while computing.
         self._lock = threading.Lock()
+        if max_steps_ahead is None:
+            max_steps_ahead = 0 if model.device.type == "cpu" else GPU_STEPS_AHEAD
+        self._pipeline = Pipeline(self._scheduler, model.runner, self._lock, max_steps_ahead)
         self._inbox_condition = threading.Condition()
         self._submitted: list[LiveRequest] = []
         self._cancelled: list[int] = []
@@ -238,6 +245,8 @@ class Engine:
         for live in submitted:
             with self._lock:
                 self._scheduler.add(live.request)
+        if cancelled:
+            self._deliver_collected()  # a token that came before the cancel is not lost
         for request_id in cancelled:
             if request_id in self._live:
                 self._finish(self._live[request_id], "cancelled")
@@ -252,32 +261,35 @@ class Engine:
                 self._scheduler.check_invariants()
 
     def _step(self) -> None:
-        started = time.monotonic()
-        with self._lock:
-            plan = self._scheduler.plan(started)
-        if plan.is_empty:
+        """Launch a step if the device has room for one, and collect the oldest if it is due.
+
+        Where a device computes by itself, tokens are delivered after the next launch: text can wait for that,
+        the device can't. On a CPU a launch computes the step, so there they are delivered before.
+        """
+        launched = self._pipeline.launch()
+        self._deliver_collected()
+        self._collected = self._pipeline.collect(wait=not launched)
+        if self._collected is None and not launched:
             if self._scheduler.has_work:
                 raise RuntimeError("requests wait, nothing is in flight, and none can run")
-            return
-        try:
-            result = self._model.runner.run(plan)
-        except Exception as error:
-            self._fail(plan, _why_failed(plan, error))
-        else:
-            self._commit(plan, result, started)
+        elif self._model.device.type == "cpu":
+            self._deliver_collected()
 
-    def _commit(self, plan: StepPlan, result: StepResult, started: float) -> None:
-        now = time.monotonic()
+    def _deliver_collected(self) -> None:
+        outcome, self._collected = self._collected, None
+        if outcome is None:
+            return
         with self._lock:
-            accepted = self._scheduler.commit(plan, result.token_ids, now)
-            self._recorder.record_step(plan, started, now)
-            for request, _ in accepted:
-                self._recorder.record_token(request, self._live[request.request_id].last_token_s, now)
-        logprobs = {
-            chunk.request.request_id: row for chunk, row in zip(plan.sampling, result.logprobs, strict=True)
-        }
-        for request, token_id in accepted:
-            self._deliver(self._live[request.request_id], token_id, logprobs[request.request_id], now)
+            if not outcome.why_failed:
+                self._recorder.record_step(outcome.plan, outcome.started_s, outcome.ended_s)
+            for request, _ in outcome.accepted:
+                previous_s = self._live[request.request_id].last_token_s
+                self._recorder.record_token(request, previous_s, outcome.ended_s)
+        for request, token_id in outcome.accepted:
+            live = self._live[request.request_id]
+            self._deliver(live, token_id, outcome.logprobs.get(request), outcome.ended_s)
+        for request in outcome.failed:
+            self._deliver_end(self._live[request.request_id], outcome.why_failed)
 
     def _deliver(self, live: LiveRequest, token_id: int, logprobs: TokenLogprobs | None, now: float) -> None:
         try:
@@ -294,12 +306,6 @@ class Engine:
             self._finish(live, "stop")
         else:
             live.emit()
-
-    def _fail(self, plan: StepPlan, why: str) -> None:
-        with self._lock:
-            failed = self._scheduler.fail(plan, time.monotonic())
-        for request in failed:
-            self._deliver_end(self._live[request.request_id], why)
 
     def _finish(self, live: LiveRequest, reason: FinishReason, error: str | None = None) -> None:
         with self._lock:
@@ -321,6 +327,10 @@ class Engine:
         for live in submitted:
             live.request.finish_reason = reason
             live.end(because)
+        try:
+            self._deliver_collected()
+        except Exception:
+            logger.exception("the last tokens could not be delivered")
         for live in list(self._live.values()):
             try:
                 self._finish(live, reason, because)
@@ -328,19 +338,12 @@ class Engine:
                 logger.exception("request %d could not be taken off the scheduler", live.request.request_id)
                 live.request.finish_reason = reason
                 live.end(because)
-
-
-def _why_failed(plan: StepPlan, error: Exception) -> str:
-    """A sentence for the callers; what isn't plainly a lack of memory also goes to the log, with its trace."""
-    if is_out_of_memory(error):
-        logger.info("step %d of %d tokens ran out of memory: %s", plan.step, plan.num_tokens, error)
-        return (
-            f"There wasn't enough memory for a step of {plan.num_tokens:,} tokens. Close other programs, or "
-            "start with fewer --max-batched-tokens or --kv-blocks."
-        )
-    logger.exception("step %d failed", plan.step)
-    reason = " ".join(str(error).split())[:300].rstrip(".")
-    return f"This step failed: {reason or type(error).__name__}. Try again."
+        try:
+            with torch.inference_mode():
+                while self._pipeline.collect(wait=True):
+                    pass  # nobody wants their tokens, but their blocks go back
+        except Exception:
+            logger.exception("the last steps could not be collected")
 
 
 def _make_scheduler(config: EngineConfig, model: LoadedModel) -> Scheduler:

@@ -1,6 +1,6 @@
-"""Many small arrays in one buffer, so that one copy brings all of them to a device.
+"""Small arrays on their way between the host and a device, without anyone waiting for the copies.
 
-Knows nothing of what they hold.
+Many arrays go to the device as one buffer. Knows nothing of what they hold.
 """
 
 from __future__ import annotations
@@ -48,3 +48,28 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Ten
     for view, array in zip(packing.views(host), arrays, strict=True):
         view.numpy()[...] = array
     return packing.views(host.to(device, non_blocking=True))
+
+
+class HostCopies:
+    """Copies of tensors, of one device, on the host: begun now, read later."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._copies = list(tensors)
+        if tensors and tensors[0].device.type == "cuda":
+            self._copies = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
+            for copy, tensor in zip(self._copies, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def are_ready(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> list[torch.Tensor]:
+        """The copies, complete."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copies

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from nanochat.engine.packing import upload
 from nanochat.engine.request import Request
+from nanochat.engine.step_plan import ScheduledChunk
 
 BLOCK = 128
 """Tokens whose weights are summed before the search for the drawn one."""
@@ -57,12 +58,12 @@ class SamplingArrays(NamedTuple):
     top_k: np.ndarray
 
     @classmethod
-    def from_requests(cls, requests: Sequence[Request]) -> SamplingArrays:
-        """One entry a request, for its next token."""
+    def from_requests(cls, requests: Sequence[Request], positions: Sequence[int]) -> SamplingArrays:
+        """One entry a request; ``positions``: the index of the token to be sampled."""
         params = [request.params for request in requests]
         return cls(
             seeds=np.array([request.sampling_seed for request in requests], dtype=np.int64),
-            positions=np.array([request.num_tokens for request in requests], dtype=np.int64),
+            positions=np.array(positions, dtype=np.int64),
             temperature=np.array([p.temperature for p in params], dtype=np.float32),
             top_p=np.array([p.top_p for p in params], dtype=np.float32),
             min_p=np.array([p.min_p for p in params], dtype=np.float32),
@@ -100,10 +101,23 @@ class SamplingBatch:
     """Most top log-probabilities that a row asks for; None: no row asks for any."""
 
     @classmethod
-    def from_requests(cls, requests: Sequence[Request], device: torch.device) -> SamplingBatch:
-        """One row a request, for its next token; copied to the device asynchronously."""
-        host = SamplingArrays.from_requests(requests)
-        seeds, positions, temperature, top_p, min_p, penalty, top_k = upload(host, device)
+    def from_chunks(cls, chunks: Sequence[ScheduledChunk], device: torch.device) -> SamplingBatch:
+        """One row a chunk, for the token after it. Of a request with a penalty all tokens must be known."""
+        positions = [chunk.start + chunk.length for chunk in chunks]
+        return cls.from_requests([chunk.request for chunk in chunks], device, positions)
+
+    @classmethod
+    def from_requests(
+        cls, requests: Sequence[Request], device: torch.device, positions: Sequence[int] | None = None
+    ) -> SamplingBatch:
+        """One row a request, copied to the device asynchronously.
+
+        ``positions``: the index of the token to be sampled; the request's next one if left out.
+        """
+        if positions is None:
+            positions = [request.num_tokens for request in requests]
+        host = SamplingArrays.from_requests(requests, positions)
+        seeds, indices, temperature, top_p, min_p, penalty, top_k = upload(host, device)
         wanted = [logprobs for request in requests if (logprobs := request.params.logprobs) is not None]
         return cls(
             temperature=temperature,
@@ -112,7 +126,7 @@ class SamplingBatch:
             min_p=min_p,
             repetition_penalty=penalty,
             seeds=seeds,
-            positions=positions,
+            positions=indices,
             penalty_tokens=_penalty_tokens(requests, device),
             all_greedy=bool((host.temperature == 0).all()),
             any_greedy=bool((host.temperature == 0).any()),

@@ -56,6 +56,8 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.long_prefill_share = long_prefill_share
         self.watermark_blocks = int(watermark * pool.num_blocks)
+        self.step_budget = max_num_batched_tokens
+        """Tokens of one step: less than it may be after a step has run out of memory, until no work is left."""
         self.num_preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
@@ -78,6 +80,11 @@ class Scheduler:
     def waiting(self) -> Sequence[Request]:
         """Requests without blocks, oldest first."""
         return tuple(self._waiting.by_arrival)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a request waits for blocks."""
+        return bool(self._waiting)
 
     @property
     def requests(self) -> Sequence[Request]:
@@ -128,6 +135,8 @@ class Scheduler:
             self._waiting.remove(request)
         else:
             del self._running[request.arrival_order]
+        if not self._running and not self._waiting:
+            self.step_budget = self.max_num_batched_tokens
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.finished_s = now
@@ -139,7 +148,7 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan:
         """Decide the next step. Empty when there is nothing to run, or all of it waits on steps in flight."""
         self._step += 1
-        draft = Draft(self._step, now, self.max_num_batched_tokens)
+        draft = Draft(self._step, now, self.step_budget)
         ready = self._classify(draft)
         if len(ready) >= draft.budget:
             self._plan_overdue_prefills(draft, ready[0].last_step)
@@ -203,6 +212,21 @@ class Scheduler:
             else:
                 self._drain(request)
         return failed
+
+    def put_back(self, plan: StepPlan) -> None:
+        """The only step in flight could not be run at its size: its requests start again, in steps half as large.
+
+        What it may have written is not to be trusted: their blocks are released, and never indexed.
+        """
+        self._collect(plan)
+        self.step_budget = max(1, plan.num_tokens // 2)
+        for chunk in plan.chunks:
+            chunk.request.num_steps_in_flight -= 1
+            chunk.request.num_pending_tokens -= chunk.samples
+            if chunk.request.status is RequestStatus.FINISHED:
+                self._drain(chunk.request)
+            else:
+                self._requeue(chunk.request)
 
     def check_invariants(self) -> None:
         """Raises InvariantError, with a sentence, if the bookkeeping contradicts itself. O(everything)."""
@@ -319,13 +343,17 @@ class Scheduler:
         return True
 
     def _preempt(self, draft: Draft, victim: Request) -> None:
-        del self._running[victim.arrival_order]
-        self._kv.release(victim)
-        victim.status = RequestStatus.WAITING
-        victim.num_preemptions += 1
-        self.num_preemptions += 1
+        self._requeue(victim)
         draft.preempted.append(victim)
-        self._enqueue(victim)
+
+    def _requeue(self, request: Request) -> None:
+        """Take a running request's blocks away, and let it wait in its old place."""
+        del self._running[request.arrival_order]
+        self._kv.release(request)
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._enqueue(request)
 
     def _collect(self, plan: StepPlan) -> None:
         if not self._in_flight or self._in_flight[0] is not plan:

@@ -36,9 +36,10 @@ def make_engine(tiny_llama: Path) -> Iterator[MakeEngine]:
     """``make_engine(**options)``: a float32 CPU engine that checks its invariants whenever idle."""
     engines: list[Engine] = []
 
-    def make(model: Path = tiny_llama, **options: Any) -> Engine:
+    def make(model: Path = tiny_llama, *, max_steps_ahead: int | None = None, **options: Any) -> Engine:
         defaults = {"device": "cpu", "dtype": "float32", "num_kv_blocks": 64}
-        engine = Engine(EngineConfig(**{**defaults, **options, "model": str(model)}), debug=True)
+        config = EngineConfig(**{**defaults, **options, "model": str(model)})
+        engine = Engine(config, debug=True, max_steps_ahead=max_steps_ahead)
         engines.append(engine)
         return engine
 

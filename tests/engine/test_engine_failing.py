@@ -27,17 +27,17 @@ class TestFailing:
     ) -> None:
         engine = make_engine()
         runner = type(engine._model.runner)
-        run = runner.run
+        run = runner.launch
 
         def fail(self: Any, plan: Any) -> Any:
             raise RuntimeError("the lights went out")
 
-        monkeypatch.setattr(runner, "run", fail)
+        monkeypatch.setattr(runner, "launch", fail)
         output = engine.submit("Hello", GREEDY).result(60)
         assert output.finish_reason == "error"
         assert output.error is not None
         assert "the lights went out" in output.error
-        monkeypatch.setattr(runner, "run", run)
+        monkeypatch.setattr(runner, "launch", run)
         assert engine.submit("Hello", GREEDY).result(60).finish_reason in ("length", "stop")
 
     def test_text_that_cannot_be_made_fails_that_request_only(
@@ -84,7 +84,7 @@ class TestFailing:
             raise PanicException("index out of bounds")
 
         engine = Engine(EngineConfig(model=str(tiny_llama), device="cpu", dtype="float32", num_kv_blocks=16))
-        monkeypatch.setattr(engine._model.runner, "run", panic, raising=True)
+        monkeypatch.setattr(engine._model.runner, "launch", panic, raising=True)
         output = engine.submit([40], GREEDY).result(60)
         assert output.finish_reason == "error"
         assert "index out of bounds" in str(output.error)
@@ -123,7 +123,7 @@ class TestFailing:
 
         engine = make_engine()
         with monkeypatch.context() as patches:
-            patches.setattr(type(engine._model.runner), "run", fail)
+            patches.setattr(type(engine._model.runner), "launch", fail)
             output = engine.submit("Hello", GREEDY).result(60)
         assert output.finish_reason == "error"
         assert "memory" in str(output.error)
