@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from nanochat.commands import ask, perplexity, simulate
+from nanochat.commands import ask, config, perplexity, simulate
 from nanochat.commands.options import EARLY, add_engine_options, engine_config
 from nanochat.errors import NanochatError
 from nanochat.visible import visible
@@ -53,6 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("ask", ask, "one answer on standard output"),
         ("perplexity", perplexity, "how well the model predicts a text, and what INT8 KV changes"),
         ("simulate", simulate, "the scheduler alone, without a model"),
+        ("config", config, "check the settings file, or print an example of it"),
     ):
         command = commands.add_parser(name, help=summary, description=module.__doc__)
         command.set_defaults(engine_options={})
@@ -83,6 +84,6 @@ def _abandon_output() -> None:
 def _run_app(args: argparse.Namespace) -> int:
     from nanochat.ui.app import run_app
 
-    settings, config = engine_config(args)
+    settings, engine = engine_config(args)
     system = getattr(args, "system", settings.system)
-    return run_app(config, system=system, sampling=settings.sampling)
+    return run_app(engine, system=system, settings=settings)

@@ -244,3 +244,37 @@ for package in (nanochat.engine, nanochat.kernels):
 """
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
+
+
+class TestConfig:
+    def test_the_example_is_a_file_without_mistakes(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["config", "--example"]) == 0
+        text = capsys.readouterr().out
+        file = tmp_path / "config.toml"
+        lines = [line[2:] if line.startswith("# ") and " = " in line else line for line in text.split("\n")]
+        for content in (text, "\n".join(lines)):
+            file.write_text(content)
+            assert main(["config", "--config", str(file)]) == 0
+            assert capsys.readouterr().out == f"{file}: no mistakes.\n"
+
+    def test_a_mistake_is_one_sentence_with_file_and_key(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = tmp_path / "config.toml"
+        for content, key in (('[keys]\nquit = "q"\n', "quit"), ("[app]\nthem = 1\n", "them")):
+            file.write_text(content)
+            for command in (["--config", str(file), "config"], ["--config", str(file)]):
+                assert main(command) == 1
+                error = capsys.readouterr().err
+                assert error.count("\n") == 1
+                assert str(file) in error
+                assert key in error
+
+    def test_without_a_file_it_says_where_one_would_lie(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+        assert main(["config"]) == 0
+        assert str(tmp_path) in capsys.readouterr().out

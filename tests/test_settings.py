@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
+from nanochat.engine.config import EngineConfig, SamplingParams
 from nanochat.errors import InvalidOption
-from nanochat.settings import Settings, load_settings
+from nanochat.settings import SAMPLING_OPTIONS, AppSettings, Preset, Settings, load_settings
+from nanochat.settings_example import SAMPLES, example
 
 
 def write(folder: Path, text: str) -> Path:
@@ -49,6 +52,18 @@ def test_no_default_file_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("[engine]\nblock_size = 0\n", "block_size must be a whole number"),
         ("engine = 3\n", "must be a table"),
         ("system = 3\n", "must be text"),
+        ("[sampling]\nlogprobs = 3\n", '[sampling] "logprobs" in'),
+        ("[sampling]\ntop_p = 7\n", "[sampling] top_p must be"),
+        ('[app]\ntheme = "pink"\n', "[app] theme must be one of dark, light, contrast"),
+        ('[app]\nreduced_motion = "yes"\n', "[app] reduced_motion must be true or false"),
+        ("[app]\nscreenshot_folder = 3\n", "[app] screenshot_folder must be text"),
+        ("[app]\ncolour = 3\n", '[app] "colour" in'),
+        ("presets = 3\n", "must be a table"),
+        ("[presets]\nbrief = 3\n", '"presets.brief" in'),
+        ("[presets.brief]\nsystem = 3\n", "[presets.brief] system must be text"),
+        ("[presets.brief]\ntop_p = 7\n", "[presets.brief] top_p must be"),
+        ("[presets.brief]\ntopp = 7\n", '[presets.brief] "topp" in'),
+        ("[keys]\nquit = 3\n", "[keys] quit must be the name of a key"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, text: str, sentence: str) -> None:
@@ -61,3 +76,34 @@ def test_mistakes_are_named(tmp_path: Path, text: str, sentence: str) -> None:
 def test_a_named_file_must_exist(tmp_path: Path) -> None:
     with pytest.raises(InvalidOption, match="check the path given to --config"):
         load_settings(tmp_path / "none.toml")
+
+
+def uncommented(text: str) -> str:
+    """The example with every option set."""
+    lines = [line[2:] if line.startswith("# ") and " = " in line else line for line in text.split("\n")]
+    return "\n".join(lines)
+
+
+def test_the_example_has_every_option_and_changes_nothing(tmp_path: Path) -> None:
+    text = example([("new_chat", "ctrl+n", "open a tab"), ("next_chat", "f4,ctrl+pagedown", "go right")])
+    plain = load_settings(write(tmp_path, text))
+    assert (plain.engine, plain.sampling, plain.system, plain.app) == ({}, {}, None, AppSettings())
+    full = load_settings(write(tmp_path, uncommented(text)))
+    assert set(full.engine) == {option.name for option in dataclasses.fields(EngineConfig)}
+    assert set(full.sampling) == set(SAMPLING_OPTIONS)
+    assert full.app == AppSettings()
+    assert full.presets["precise"].sampling == {"temperature": 0.0}
+    assert full.keys == {"new_chat": "ctrl+n", "next_chat": "f4,ctrl+pagedown"}
+    samples = {**SAMPLES, "stop": ("END",)}
+    for kind, table in ((EngineConfig, full.engine), (SamplingParams, full.sampling)):
+        values = kind(**table)
+        for option in dataclasses.fields(kind):
+            expected = samples.get(option.name, option.default)
+            assert getattr(values, option.name) == expected or option.name == "logprobs"
+
+
+def test_presets_and_looks_are_read(tmp_path: Path) -> None:
+    text = '[app]\ntheme = "light"\nreduced_motion = true\n[presets."très précis"]\nsystem = "Kurz."\ntop_k = 3\n'
+    settings = load_settings(write(tmp_path, text))
+    assert (settings.app.theme, settings.app.reduced_motion) == ("light", True)
+    assert settings.presets == {"très précis": Preset("Kurz.", {"top_k": 3})}

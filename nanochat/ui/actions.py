@@ -1,14 +1,24 @@
 """Everything a user can do, in one table: it feeds key bindings, the palette, slash commands and help.
 
 An action's ``id`` names the ``action_<id>`` method of the app or the main screen. Knows neither of them.
+The user's settings file may give an action other keys; :func:`remapped` makes the table that holds then.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from textual.binding import Binding
+
+from nanochat.errors import InvalidOption
+from nanochat.settings import Settings
+from nanochat.ui import keys as key_names
+
+Place = Literal["screen", "app", "prompt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +30,6 @@ class Action:
     help: str
     keys: str = ""
     """Textual key names, separated by commas."""
-    key_label: str = ""
-    """How the keys are written for people."""
     slash: str = ""
     """Name of the slash command, without the slash."""
     argument: str = ""
@@ -29,40 +37,83 @@ class Action:
     footer: str = ""
     """Label in the key bar; empty: not shown there."""
     in_palette: bool = True
-    of_app: bool = False
-    """Handled by the app, so also while a dialog is on top; all others by the main screen."""
+    place: Place = "screen"
+    """Who handles it: the main screen; the app, so also while a dialog is on top; or the prompt."""
+    call: str = ""
+    """The Textual action, where it isn't the id."""
+    group: str = ""
+    """Its heading in the help."""
+
+    @property
+    def needs_argument(self) -> bool:
+        """Whether the palette has to ask for one; what may be left out stands in brackets."""
+        return bool(self.argument) and not self.argument.startswith("[")
+
+    @property
+    def key_label(self) -> str:
+        """How its first key is written for people; empty without one."""
+        return key_names.label(self.keys)
+
+
+MAX_JUMP = 9
+"""So many tabs have a key of their own."""
+
+
+def _group(name: str, *actions: Action) -> tuple[Action, ...]:
+    return tuple(dataclasses.replace(action, group=name) for action in actions)
 
 
 ACTIONS: tuple[Action, ...] = (
-    Action("new_chat", "New chat", "open a tab", "ctrl+n", "^N", "new", footer="new"),
-    Action("close_chat", "Close chat", "close this tab; asks while it answers", "ctrl+w", "^W", "close", footer="close"),
-    Action("fork_chat", "Fork chat", "a tab with the same history; its KV blocks are shared", "ctrl+f", "^F", "fork", footer="fork"),
-    Action("stop", "Stop", "end the answer; what has come stays in the context", "escape", "Esc", footer="stop"),
-    Action("again", "Answer again", "a new branch; the old answer is kept", "ctrl+r", "^R", "again", footer="again"),
-    Action("previous_branch", "Previous branch", "show the answer before this one", "alt+left", "Alt ←"),
-    Action("next_branch", "Next branch", "show the answer after this one", "alt+right", "Alt →"),
-    Action("next_chat", "Next chat", "go to the tab on the right", "f4,ctrl+pagedown", "F4"),
-    Action("previous_chat", "Previous chat", "go to the tab on the left", "f3,ctrl+pageup", "F3"),
-    Action("toggle_stats", "Stats panel", "the panel: off, narrow or full", "f2", "F2", "stats", footer="panel"),
-    Action("toggle_reasoning", "Show reasoning", "unfold or fold what models think before they answer", "ctrl+t", "^T"),
-    Action("screenshot", "Screenshot", "save the screen as an SVG picture", "f5", "F5", "screenshot", footer="screenshot", of_app=True),
-    Action("command_palette", "Commands", "search everything here by name", "ctrl+p", "^P", footer="commands", in_palette=False),
-    Action("help", "Help", "this page", "f1", "F1", "help", footer="help"),
-    Action("system", "System prompt", "show or set what the model is told first", slash="system", argument="TEXT"),
-    Action("set", "Sampling settings", "show or set, such as /set temperature 0.2", slash="set", argument="NAME VALUE"),
-    Action("drop_oldest", "Drop oldest turns", "leave out as many as the context needs, or a number", slash="drop", argument="TURNS"),
-    Action("clear_chat", "Clear chat", "forget this chat's messages", slash="clear"),
-    Action("toggle_theme", "Light or dark", "switch the colours", slash="theme"),
-    Action("scroll_back", "Scroll up", "a page up in the chat", "pageup", "PgUp", in_palette=False),
-    Action("scroll_forward", "Scroll down", "a page down; at the end the chat follows again", "pagedown", "PgDn", in_palette=False),
-    Action("interrupt", "Copy, stop or quit", "copies a selection, or stops; twice when idle quits", "ctrl+c", "^C", in_palette=False, of_app=True),
-    Action("quit", "Quit", "leave at once", "ctrl+q", "^Q", "quit", of_app=True),
+    *_group(
+        "Tabs",
+        Action("new_chat", "New chat", "open a tab", "ctrl+n", "new", footer="new"),
+        Action("close_chat", "Close chat", "close this tab; asks while it answers", "ctrl+w", "close", footer="close"),
+        Action("fork_chat", "Fork chat", "a tab with the same history; its KV blocks are shared", "ctrl+f", "fork", footer="fork"),
+        Action("next_chat", "Next chat", "go to the tab on the right", "f4,ctrl+pagedown"),
+        Action("previous_chat", "Previous chat", "go to the tab on the left", "f3,ctrl+pageup"),
+        *(
+            Action(f"jump_{number}", f"Chat {number}", "go to that tab", f"alt+{number}", in_palette=False, call=f"jump({number})")
+            for number in range(1, MAX_JUMP + 1)
+        ),
+    ),
+    *_group(
+        "Chat",
+        Action("send", "Send", "send what is written", "enter", in_palette=False, place="prompt"),
+        Action("new_line", "New line", "in the prompt; Shift+Enter works in many terminals", "ctrl+j,shift+enter", in_palette=False, place="prompt"),
+        Action("stop", "Stop", "end the answer; what has come stays in the context", "escape", footer="stop"),
+        Action("again", "Answer again", "a new branch; the old answer is kept", "ctrl+r", "again", footer="again"),
+        Action("previous_branch", "Previous branch", "show the answer before this one", "alt+left"),
+        Action("next_branch", "Next branch", "show the answer after this one", "alt+right"),
+        Action("drop_oldest", "Drop oldest turns", "leave out as many as the context needs, or a number", slash="drop", argument="[TURNS]"),
+        Action("clear_chat", "Clear chat", "forget this chat's messages", slash="clear"),
+    ),
+    *_group(
+        "Settings",
+        Action("system", "System prompt", "show or set what the model is told first", slash="system", argument="TEXT"),
+        Action("settings", "Chat settings", "this chat's settings in a dialog", "f6", "settings"),
+        Action("preset", "Preset", "take the settings that the settings file has under a name", slash="preset", argument="[NAME]"),
+        Action("set", "Sampling settings", "show or set, such as /set temperature 0.2", slash="set", argument="NAME VALUE"),
+        Action("model", "Model", "which model runs, where, and with what cache", slash="model"),
+        Action("toggle_theme", "Theme", "dark, light or contrast; without a name the next one", slash="theme", argument="[NAME]"),
+    ),
+    *_group(
+        "View",
+        Action("toggle_stats", "Stats panel", "the panel: off, narrow or full", "f2", "stats", footer="panel"),
+        Action("toggle_reasoning", "Show reasoning", "unfold or fold what models think before they answer", "ctrl+t"),
+        Action("scroll_back", "Scroll up", "a page up in the chat", "pageup", in_palette=False),
+        Action("scroll_forward", "Scroll down", "a page down; at the end the chat follows again", "pagedown", in_palette=False),
+        Action("screenshot", "Screenshot", "save the screen as an SVG picture", "f5", "screenshot", footer="screenshot", place="app"),
+    ),
+    *_group(
+        "App",
+        Action("command_palette", "Commands", "search everything here by name", "ctrl+p", footer="commands", in_palette=False),
+        Action("help", "Help", "this page", "f1", "help", footer="help"),
+        Action("interrupt", "Copy, stop or quit", "copies a selection, or stops; twice when idle quits", "ctrl+c", in_palette=False, place="app"),
+        Action("quit", "Quit", "leave at once", "ctrl+q", "quit", place="app"),
+    ),
 )  # fmt: skip
 
-MAX_JUMP = 9
-"""Alt and a digit go to that tab."""
-
-_SLASH = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
+_SLASH = re.compile(r"/([A-Za-z][\w-]*)(?:\s+(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +125,73 @@ class SlashCall:
     action: Action | None
 
 
-def bindings(*, of_app: bool) -> list[Binding]:
+def find(action_id: str, actions: Sequence[Action] = ACTIONS) -> Action:
+    """The action with this id."""
+    return next(action for action in actions if action.id == action_id)
+
+
+def bindings(place: Place) -> list[Binding]:
     """Key bindings of the app or of the main screen.
 
     They have priority, or the prompt's own editing keys would win.
     """
     return [
-        Binding(action.keys, action.id, action.title, key_display=action.key_label, show=False, priority=True, id=action.id)
+        Binding(action.keys, action.call or action.id, action.title, show=False, priority=True, id=action.id)
         for action in ACTIONS
-        if action.keys and action.of_app is of_app
-    ]  # fmt: skip
-
-
-def jump_bindings() -> list[Binding]:
-    """Alt and a digit: straight to a tab."""
-    return [
-        Binding(f"alt+{number}", f"jump({number})", f"Chat {number}", show=False, priority=True)
-        for number in range(1, MAX_JUMP + 1)
+        if action.keys and action.place == place
     ]
+
+
+def remapped(keys: Mapping[str, str]) -> tuple[Action, ...]:
+    """The table with other keys: ``keys`` maps action ids to key names, separated by commas.
+
+    Raises:
+        InvalidOption: there is no such action or key, the key is needed for writing, or two actions want it.
+    """
+    known = {action.id for action in ACTIONS}
+    for action_id, wanted in keys.items():
+        if action_id not in known:
+            raise InvalidOption(f'"{action_id}" is no action; there are: {", ".join(sorted(known))}.')
+        names = key_names.split(wanted)
+        if not names:
+            raise InvalidOption(f'"{action_id}" needs the name of a key, such as "ctrl+g" or "f9".')
+        for name in names:
+            _check_key(action_id, name)
+    table = tuple(
+        dataclasses.replace(action, keys=",".join(key_names.split(keys[action.id])))
+        if action.id in keys
+        else action
+        for action in ACTIONS
+    )
+    owners: dict[str, str] = {}
+    for action in table:
+        for name in key_names.split(action.keys):
+            if (owner := owners.setdefault(name, action.id)) != action.id:
+                raise InvalidOption(
+                    f'"{owner}" and "{action.id}" both have the key {name}; give one of them another.'
+                )
+    return table
+
+
+def chosen_actions(settings: Settings) -> tuple[Action, ...]:
+    """The table with the keys of the user's settings file.
+
+    Raises:
+        InvalidOption: the file's keys can't work; the message names the file.
+    """
+    try:
+        return remapped(settings.keys)
+    except InvalidOption as error:
+        raise InvalidOption(f"In {settings.path}: [keys] {error}") from None
+
+
+def _check_key(action_id: str, name: str) -> None:
+    if not key_names.exists(name):
+        raise InvalidOption(
+            f'"{action_id}" has no key "{name[:30]}"; write it like "ctrl+g", "alt+left", "shift+f2" or "f9".'
+        )
+    if find(action_id).place != "prompt" and not key_names.is_free(name):
+        raise InvalidOption(f'"{action_id}" can\'t have the key {name}, which is needed for writing.')
 
 
 def parse_slash(text: str) -> SlashCall | None:
@@ -99,11 +199,13 @@ def parse_slash(text: str) -> SlashCall | None:
     match = _SLASH.fullmatch(text.strip())
     if match is None:
         return None
-    name, argument = match.group(1), (match.group(2) or "").strip()
+    name, argument = match.group(1).lower(), (match.group(2) or "").strip()
     found = next((action for action in ACTIONS if action.slash == name), None)
     return SlashCall(name, argument, found)
 
 
 def slash_hints(prefix: str) -> list[Action]:
-    """Commands whose name begins with what follows the slash."""
-    return [action for action in ACTIONS if action.slash and action.slash.startswith(prefix)]
+    """The command of this name, or else those whose name begins so."""
+    prefix = prefix.lower()
+    found = [action for action in ACTIONS if action.slash and action.slash.startswith(prefix)]
+    return [action for action in found if action.slash == prefix] or found

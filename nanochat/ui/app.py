@@ -21,8 +21,9 @@ from textual.screen import Screen
 from textual.widgets import TextArea
 
 from nanochat.engine.config import EngineConfig
+from nanochat.settings import AppSettings, Preset, Settings
 from nanochat.ui import formatting as fmt
-from nanochat.ui.actions import bindings
+from nanochat.ui.actions import ACTIONS, Action, bindings, chosen_actions, find
 from nanochat.ui.bridge import Bridge
 from nanochat.ui.chrome import LoadState
 from nanochat.ui.loader import EngineReady, Loader, LoadFailed, LoadProgressed
@@ -30,7 +31,7 @@ from nanochat.ui.main_screen import MainScreen
 from nanochat.ui.palette import ActionsProvider
 from nanochat.ui.sanitize import sanitize_line
 from nanochat.ui.terminal import UnfitTerminal, check_terminal, log_file, reserved_screen
-from nanochat.ui.theme import DARK, THEMES
+from nanochat.ui.theme import THEMES, theme_named
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class NanochatApp(App[None]):
     TITLE = "nanochat"
     CSS_PATH = "nanochat.tcss"
     COMMANDS: ClassVar = {ActionsProvider}
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings(of_app=True)]
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings("app")]
 
     def __init__(
         self,
@@ -56,23 +57,34 @@ class NanochatApp(App[None]):
         *,
         system: str | None = None,
         sampling: Mapping[str, Any] | None = None,
-        screenshot_folder: Path | None = None,
+        presets: Mapping[str, Preset] | None = None,
+        look: AppSettings | None = None,
+        actions: tuple[Action, ...] = ACTIONS,
     ) -> None:
-        """``sampling`` holds the user's settings over the model's recommendation, by parameter name."""
+        """``sampling`` holds the user's settings over the model's recommendation, by parameter name;
+        ``actions`` is the table with the user's keys.
+        """
         super().__init__()
+        self.actions = actions
+        self.look = look or AppSettings()
+        self.presets = dict(presets or {})
         self.load_error: str | None = None
         self._system = system
         self._sampling = dict(sampling or {})
-        self._screenshot_folder = screenshot_folder
         self._loader = Loader(config, self.post_message)
         self._bridge: Bridge | None = None
         self._interrupted_s = -QUIT_WINDOW_S
         for theme in THEMES:
             self.register_theme(theme)
-        self.theme = DARK.name
+        self.theme = theme_named(self.look.theme).name
+        if self.look.reduced_motion:
+            self.animation_level = "none"
+        self.set_keymap({action.id: action.keys for action in actions if action != find(action.id)})
 
     def get_default_screen(self) -> Screen[None]:
-        return MainScreen(self._system)
+        screen = MainScreen(self._system)
+        screen.panel_mode = None if self.look.panel == "auto" else self.look.panel
+        return screen
 
     @property
     def main_screen(self) -> MainScreen:
@@ -126,7 +138,8 @@ class NanochatApp(App[None]):
 
     def action_screenshot(self, filename: str | None = None, path: str | None = None) -> None:
         """Save the screen as SVG and say where."""
-        folder = Path(path) if path is not None else self._screenshot_folder or _pictures_folder()
+        chosen = path or self.look.screenshot_folder
+        folder = Path(chosen).expanduser() if chosen else _pictures_folder()
         name = filename or f"nanochat-{datetime.now():%Y-%m-%d-%H%M%S-%f}"[:-3] + ".svg"
         svg = self.export_screenshot(title="nanochat")
         try:
@@ -160,27 +173,37 @@ def _pictures_folder() -> Path:
     return pictures if pictures.is_dir() else Path.home()
 
 
-def run_app(
-    config: EngineConfig, *, system: str | None = None, sampling: Mapping[str, Any] | None = None
-) -> int:
+def run_app(config: EngineConfig, *, system: str | None = None, settings: Settings | None = None) -> int:
     """Run the app until the user leaves; returns the exit status.
 
     Args:
         config: which model to load, and how.
         system: system prompt of new chats.
-        sampling: the user's sampling settings over the model's recommendation, by parameter name.
+        settings: what the user's file says.
 
     Returns:
         0; or 1 with a sentence on standard error when the terminal can't show the app, the model could
         not be loaded, or the app has failed.
+
+    Raises:
+        InvalidOption: the file gives an action a key that can't work.
     """
+    settings = settings or Settings()
+    actions = chosen_actions(settings)
     try:
         check_terminal()
     except UnfitTerminal as error:
         print(f"nanochat: {error}", file=sys.stderr)
         return 1
     log = log_file()
-    app = NanochatApp(config, system=system, sampling=sampling)
+    app = NanochatApp(
+        config,
+        system=system,
+        sampling=settings.sampling,
+        presets=settings.presets,
+        look=settings.app,
+        actions=actions,
+    )
     with reserved_screen(log):
         logging.basicConfig(filename=log) if log.parent.is_dir() else None
         app.run()

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from textual.content import Content
+from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Static
 
 from nanochat.engine.progress import Progress
 from nanochat.ui import formatting as fmt
-from nanochat.ui.actions import ACTIONS
+from nanochat.ui.actions import ACTIONS, Action, find
 from nanochat.ui.lines import LinesWidget
 from nanochat.ui.sanitize import sanitize_line
+
+if TYPE_CHECKING:
+    from nanochat.ui.app import NanochatApp
 
 BAR_WIDTH = 32
 
@@ -37,7 +43,7 @@ def amount(progress: Progress) -> str:
     return f"{fmt.count(progress.done)} of {fmt.count(progress.total)}"
 
 
-def welcome(state: LoadState) -> Content:
+def welcome(state: LoadState, actions: Sequence[Action] = ACTIONS) -> Content:
     """What an empty chat says."""
     title = Content.styled("nanochat", "bold $accent")
     lines = [title, Content.styled("many chats at once, one engine, this machine", "$muted"), Content("")]
@@ -46,7 +52,7 @@ def welcome(state: LoadState) -> Content:
             Content.styled("The model could not be loaded", "bold $error"),
             Content(sanitize_line(state.error, 2_000)),
         ]
-        lines += [Content(""), Content.styled("^Q quits.", "$muted")]
+        lines += [Content(""), Content.styled(f"{find('quit', actions).key_label} quits.", "$muted")]
     elif state.model is None:
         progress = state.progress or Progress("Starting")
         lines.append(Content(f"{sanitize_line(progress.stage)}…"))
@@ -60,7 +66,8 @@ def welcome(state: LoadState) -> Content:
         ]
     else:
         lines += [Content(state.model), Content("")]
-        lines.append(_keys(["new_chat", "fork_chat", "stop", "again", "help"]))
+        shown = [find(id, actions) for id in ("new_chat", "fork_chat", "stop", "again", "help")]
+        lines.append(Content("   ").join(map(_key, shown)))
     return Content("\n").join(lines)
 
 
@@ -68,11 +75,16 @@ class Welcome(Static):
     """Shown in a chat without messages."""
 
     def __init__(self, state: LoadState) -> None:
-        super().__init__(welcome(state), markup=False)
+        super().__init__("", markup=False)
+        self._state = state
+
+    def on_mount(self) -> None:
+        self.show(self._state)
 
     def show(self, state: LoadState) -> None:
         """Bring up to date."""
-        self.update(welcome(state))
+        self._state = state
+        self.update(welcome(state, actions_of(self)))
 
 
 def header(state: LoadState, busy: str, width: int) -> Content:
@@ -116,7 +128,7 @@ class KeyBar(Widget):
 
     def render(self) -> Content:
         width, line = self.content_size.width, Content("")
-        for action in ACTIONS:
+        for action in actions_of(self):
             if not action.footer:
                 continue
             key = Content.from_markup(
@@ -130,10 +142,11 @@ class KeyBar(Widget):
         return line
 
 
-def _keys(ids: list[str]) -> Content:
-    actions = {action.id: action for action in ACTIONS}
-    pairs = [
-        Content.styled(actions[id].key_label, "$accent") + Content.styled(f" {actions[id].footer}", "$muted")
-        for id in ids
-    ]
-    return Content("   ").join(pairs)
+def _key(action: Action) -> Content:
+    return Content.styled(action.key_label, "$accent") + Content.styled(f" {action.footer}", "$muted")
+
+
+def actions_of(widget: Widget | Screen[Any]) -> tuple[Action, ...]:
+    """The actions with the keys that hold in the widget's app."""
+    app: NanochatApp = widget.app  # type: ignore[assignment]
+    return app.actions

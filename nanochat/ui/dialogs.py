@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -11,7 +13,8 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
-from nanochat.ui.actions import ACTIONS, MAX_JUMP
+from nanochat.ui.actions import ACTIONS, MAX_JUMP, Action, find
+from nanochat.ui.chrome import actions_of
 
 
 class Confirm(ModalScreen[bool]):
@@ -41,26 +44,39 @@ class Confirm(ModalScreen[bool]):
         self.dismiss(event.button.id == "yes")
 
 
-def help_text() -> Content:
-    """Every action with its key and slash command."""
-    rows = [(action.key_label, action.slash, action.argument, action.help) for action in ACTIONS]
-    rows += [
-        (f"Alt 1–{MAX_JUMP}", "", "", "go to that tab"),
-        ("Enter", "", "", "send"),
-        ("^J", "", "", "new line; so does Shift+Enter in many terminals"),
-    ]
-    lines = [Content.styled(f"{'key':<9}{'command':<22}", "$muted")]
-    for key, slash, argument, help in rows:
-        name = f"/{slash} " if slash else ""
-        command = Content.styled(name, "$primary") + Content.styled(argument, "$muted")
-        lines.append(Content.styled(f"{key:<9}", "$accent") + command.pad_right(22 - len(command)) + help)
+def help_text(actions: Sequence[Action] = ACTIONS) -> Content:
+    """Every action with its key and slash command, under the headings of the actions table."""
+    rows = [row for row in actions if not row.id.startswith("jump_") or row.id == "jump_1"]
+    keys = {row.id: _jump_label(actions) if row.id == "jump_1" else row.key_label for row in rows}
+    key_width = 2 + max(len(key) for key in keys.values())
+    command_width = 3 + max(len(f"/{row.slash} {row.argument}") for row in rows)
+    lines: list[Content] = []
+    for group, members in itertools.groupby(rows, lambda row: row.group):
+        lines += [Content("")] if lines else []
+        lines.append(Content.styled(group, "bold"))
+        for row in members:
+            name = f"/{row.slash} " if row.slash else ""
+            command = Content.styled(name, "$primary") + Content.styled(row.argument, "$muted")
+            lines.append(
+                Content.styled(f"{keys[row.id]:<{key_width}}", "$accent")
+                + command.pad_right(command_width - len(command))
+                + row.help
+            )
+    copy, quit = find("interrupt", actions).key_label, find("quit", actions).key_label
     lines += [
         Content(""),
         Content.styled(
-            "^C copies what is selected with the mouse. // sends text that starts with a slash.", "$muted"
+            f"{copy} copies what is selected with the mouse; {quit} quits. // sends text that starts with a "
+            "slash. The settings file can give every key another place: nanochat config --example.",
+            "$muted",
         ),
     ]
     return Content("\n").join(lines)
+
+
+def _jump_label(actions: Sequence[Action]) -> str:
+    first, last = (find(f"jump_{number}", actions) for number in (1, MAX_JUMP))
+    return f"{first.key_label}–{last.key_label.split()[-1]}"
 
 
 class Help(ModalScreen[None]):
@@ -70,7 +86,7 @@ class Help(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="dialog help"):
-            yield Static(help_text(), markup=False)
+            yield Static(help_text(actions_of(self)), markup=False)
 
     def action_dismiss_help(self) -> None:
         self.dismiss(None)

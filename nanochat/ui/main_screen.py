@@ -7,21 +7,21 @@ from typing import ClassVar
 
 from nanochat.errors import InvalidOption
 from nanochat.ui import formatting as fmt
-from nanochat.ui.actions import ACTIONS, Action, bindings, jump_bindings, parse_slash
+from nanochat.ui.actions import Action, bindings, find, parse_slash
 from nanochat.ui.chat import Chat, Message, Phase
 from nanochat.ui.chat_pane import ChatPane
 from nanochat.ui.chat_screen import ChatScreen, offer_text
 from nanochat.ui.dialogs import Confirm, Help
-from nanochat.ui.sampling_commands import describe, parse_setting
 from nanochat.ui.sanitize import sanitize_line
+from nanochat.ui.settings_actions import SettingsActions
 from nanochat.ui.tab_bar import TabBar
-from nanochat.ui.theme import DARK, LIGHT
+from nanochat.ui.theme import THEMES, theme_named
 
 
-class MainScreen(ChatScreen):
+class MainScreen(SettingsActions, ChatScreen):
     """The chats, and everything that can be done with them."""
 
-    BINDINGS: ClassVar = [*bindings(of_app=False), *jump_bindings()]
+    BINDINGS: ClassVar = [*bindings("screen")]
 
     @property
     def chat(self) -> Chat:
@@ -31,18 +31,18 @@ class MainScreen(ChatScreen):
     # Ways to an action: a key (by Textual), a click, the palette, a slash command
 
     async def action_do(self, action_id: str) -> None:
-        await self.run_named(next(action for action in ACTIONS if action.id == action_id))
+        await self.run_named(find(action_id))
 
     async def run_from_palette(self, action: Action) -> None:
         """What needs an argument is written into the prompt as a slash command to complete."""
-        if action.argument and not self.pane(self.chat).has_draft:
+        if action.needs_argument and not self.pane(self.chat).has_draft:
             self.pane(self.chat).take_prompt(f"/{action.slash} ")
         else:
             await self.run_named(action)
 
     async def run_named(self, action: Action, argument: str = "") -> None:
         """Do it, on the app or here."""
-        method = getattr(self.app if action.of_app else self, f"action_{action.id}")
+        method = getattr(self.app if action.place == "app" else self, f"action_{action.id}")
         result = method(argument) if action.argument else method()
         if inspect.isawaitable(result):
             await result
@@ -212,36 +212,6 @@ class MainScreen(ChatScreen):
         self.workspace.show(chat)
         self.show_active()
 
-    # This chat's settings
-
-    def action_system(self, argument: str = "") -> None:
-        chat = self.chat
-        if argument:
-            chat.system = argument
-            self.tell(chat, "The system prompt is set; it holds from the next message on.")
-        else:
-            shown = sanitize_line(chat.system, 1_000) if chat.system else "none of its own"
-            self.tell(chat, f"System prompt: {shown}. /system followed by a text sets it.")
-
-    def action_set(self, argument: str = "") -> None:
-        chat = self.chat
-        if self.bridge is None:
-            self.notify("Settings can be changed once the model is loaded.")
-            return
-        try:
-            changed = dict(chat.sampling)
-            if argument:
-                name, value = parse_setting(argument)
-                changed.pop(name, None)
-                if value is not None:
-                    changed[name] = value
-            params = self.bridge.sampling_params(changed)
-        except InvalidOption as error:
-            self.tell(chat, sanitize_line(str(error), 400), "error")
-        else:
-            chat.sampling = changed
-            self.tell(chat, describe(params, changed))
-
     def action_clear_chat(self) -> None:
         chat = self.chat
         if chat.is_busy:
@@ -267,8 +237,15 @@ class MainScreen(ChatScreen):
     def action_toggle_reasoning(self) -> None:
         self.pane(self.chat).toggle_reasoning()
 
-    def action_toggle_theme(self) -> None:
-        self.app.theme = LIGHT.name if self.app.theme == DARK.name else DARK.name
+    def action_toggle_theme(self, argument: str = "") -> None:
+        """The named theme, or the next one."""
+        names = [theme.name for theme in THEMES]
+        try:
+            name = theme_named(argument.lower()).name if argument else None
+        except InvalidOption as error:
+            self.notify(sanitize_line(str(error)), severity="warning", markup=False)
+        else:
+            self.app.theme = name or names[(names.index(self.app.theme) + 1) % len(names)]
 
     def action_scroll_back(self) -> None:
         self.pane(self.chat).scroll_page(-1)

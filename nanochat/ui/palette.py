@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 
-from nanochat.ui.actions import ACTIONS, Action
+from nanochat.ui.actions import Action
+from nanochat.ui.chrome import actions_of
 
 if TYPE_CHECKING:
     from nanochat.ui.main_screen import MainScreen
@@ -29,7 +30,7 @@ class ActionsProvider(Provider):
                 yield Hit(score, matcher.highlight(_title(action)), self._command(action), help=action.help)
 
     def _actions(self) -> Iterator[Action]:
-        return (action for action in ACTIONS if action.in_palette)
+        return (action for action in actions_of(self.screen) if action.in_palette)
 
     def _command(self, action: Action):  # type: ignore[no-untyped-def]
         main: MainScreen = self.screen  # type: ignore[assignment]

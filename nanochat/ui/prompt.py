@@ -5,28 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from textual import events
-from textual.binding import Binding
 from textual.message import Message
 from textual.widgets import TextArea
 
 from nanochat.ui import formatting as fmt
-from nanochat.ui.actions import slash_hints
+from nanochat.ui import keys as key_names
+from nanochat.ui.actions import find, slash_hints
+from nanochat.ui.chrome import actions_of
+from nanochat.ui.line_input import editing_keys
 from nanochat.ui.sanitize import sanitize
 
 FOLD_CHARACTERS = 2_000
 FOLD_LINES = 20
 """A paste longer than either is shown as one short mark and sent whole."""
-NEW_LINE_KEYS = ("shift+enter", "ctrl+j")
 MAX_HINTS = 6
-HINT = "Enter sends · ^J new line"
 
 
-def _editing_keys() -> dict[str, str]:
-    bindings = [binding for binding in TextArea.BINDINGS if isinstance(binding, Binding)]
-    return {key: binding.action for binding in bindings for key in binding.key.split(",")}
-
-
-_EDITING_KEYS = _editing_keys()
+_EDITING_KEYS = editing_keys(TextArea)
 """Actions of the text area by key."""
 
 
@@ -45,16 +40,26 @@ class Prompt(TextArea):
         )
         self.cursor_blink = False  # each blink would redraw the screen while answers stream
         self._folded: dict[str, str] = {}
-        self.border_subtitle = HINT
+        self._send_keys: tuple[str, ...] = ()
+        self._new_line_keys: tuple[str, ...] = ()
+        self._hint = ""
 
     def on_mount(self) -> None:
+        send, new_line = (find(name, actions_of(self)) for name in ("send", "new_line"))
+        self._send_keys, self._new_line_keys = key_names.split(send.keys), key_names.split(new_line.keys)
+        self._hint = f"{send.key_label} sends · {new_line.key_label} new line"
+        self.border_subtitle = self._hint
         self.move_cursor(self.document.end)
 
-    def action_submit(self) -> None:
+    def action_send(self) -> None:
         """Send what is there, unless it is nothing but blanks."""
         text = self.full_text.strip()
         if text:
             self.post_message(self.Submitted(text))
+
+    def action_new_line(self) -> None:
+        """Break the line."""
+        self.insert("\n")
 
     async def on_key(self, event: events.Key) -> None:
         """Every key of this widget in the order typed.
@@ -62,10 +67,10 @@ class Prompt(TextArea):
         Bindings wait until their key has gone up the tree, or overtake it when they have priority: on a
         busy machine, letters typed around them would change places with them.
         """
-        if event.key == "enter":
-            self.action_submit()
-        elif event.key in NEW_LINE_KEYS:
-            self.insert("\n")
+        if event.key in self._send_keys:
+            self.action_send()
+        elif event.key in self._new_line_keys:
+            self.action_new_line()
         elif (action := _EDITING_KEYS.get(event.key)) is not None:
             await self.app.run_action(action, self)
         else:
@@ -117,7 +122,7 @@ class Prompt(TextArea):
     def on_text_area_changed(self) -> None:
         """While a slash command is being written, say which ones there are."""
         text = self.text
-        hint = HINT
+        hint = self._hint
         if text.startswith("/") and not text.startswith("//") and "\n" not in text:
             found = slash_hints(text[1:].split(" ")[0])
             if len(found) == 1:

@@ -1,4 +1,4 @@
-"""Colours: one calm dark theme, one light one, and a hue for each tab that its blocks share.
+"""Colours: a calm dark theme, a light one, one of high contrast, and a hue for each tab that its blocks share.
 
 The greys are nearly neutral, so that a terminal of 256 colours shows greys too and not its nearest teal.
 """
@@ -6,6 +6,8 @@ The greys are nearly neutral, so that a terminal of 256 colours shows greys too 
 from __future__ import annotations
 
 from textual.theme import Theme
+
+from nanochat.errors import InvalidOption
 
 NUM_TAB_COLOURS = 9
 
@@ -21,12 +23,12 @@ _TABS_DARK = (
     "#9fb3d9",
 )
 _TABS_LIGHT = (
-    "#1f77c9",
-    "#b26a00",
+    "#1a6dbb",
+    "#9a5b00",
     "#2e8540",
     "#c2347a",
     "#6a4fd0",
-    "#00857a",
+    "#007a70",
     "#c7432b",
     "#7d7a00",
     "#4b6295",
@@ -88,4 +90,46 @@ LIGHT = Theme(
     },
 )
 
-THEMES = (DARK, LIGHT)
+# Black, white and full hues: for glare, projectors and weak eyes.
+CONTRAST = Theme(
+    name="nanochat-contrast",
+    dark=True,
+    primary="#9ecbff",
+    secondary="#d3c4ff",
+    accent="#ffd23f",
+    foreground="#ffffff",
+    background="#000000",
+    surface="#141414",
+    panel="#242424",
+    success="#7dff8e",
+    warning="#ffd23f",
+    error="#ff8f7d",
+    variables={
+        "muted": "#c8c8c8",
+        "faint": "#8f8f8f",
+        "line": "#6b6b6b",
+        "map-free": "#5a5a5a",
+        "map-cached": "#a8a8a8",
+        **_tab_variables(_TABS_DARK),
+    },
+)
+
+THEMES = (DARK, LIGHT, CONTRAST)
+
+
+def theme_named(name: str) -> Theme:
+    """The theme that settings and ``/theme`` call ``dark``, ``light`` or ``contrast``.
+
+    Raises:
+        InvalidOption: there is none of that name.
+    """
+    for theme in THEMES:
+        if short_name(theme) == name:
+            return theme
+    names = ", ".join(map(short_name, THEMES))
+    raise InvalidOption(f'There is no theme "{name[:30]}"; there are {names}.')
+
+
+def short_name(theme: Theme) -> str:
+    """Its name without the app's."""
+    return theme.name.removeprefix("nanochat-")

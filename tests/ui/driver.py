@@ -13,6 +13,8 @@ from textual.pilot import Pilot
 from textual.widgets import Static
 
 from nanochat.engine.config import EngineConfig
+from nanochat.settings import AppSettings, Preset
+from nanochat.ui.actions import remapped
 from nanochat.ui.app import NanochatApp
 from nanochat.ui.chat import Chat
 from nanochat.ui.chat_pane import ChatPane
@@ -134,6 +136,9 @@ async def started(
     sampling: dict[str, Any] | None = None,
     system: str | None = None,
     screenshots: Path | None = None,
+    look: AppSettings | None = None,
+    presets: dict[str, Preset] | None = None,
+    keys: dict[str, str] | None = None,
     hold: bool = False,
     **options: Any,
 ) -> AsyncIterator[Driver]:
@@ -145,7 +150,9 @@ async def started(
         tiny_config(model, **options),
         system=system,
         sampling=SHORT if sampling is None else sampling,
-        screenshot_folder=screenshots,
+        look=look or AppSettings(screenshot_folder=str(screenshots or "")),
+        presets=presets,
+        actions=remapped(keys or {}),
     )
     start_loading = app._loader.start
     if hold:

@@ -8,29 +8,26 @@ from pathlib import Path
 import pytest
 from textual import events
 
-from nanochat.ui.actions import ACTIONS, bindings
+from nanochat.ui.actions import ACTIONS
 from nanochat.ui.app import NanochatApp
 from nanochat.ui.dialogs import Confirm, Help, help_text
+from nanochat.ui.keys import split
 from nanochat.ui.main_screen import MainScreen
 from nanochat.ui.message import AnswerMessage, UserMessage
-from nanochat.ui.prompt import FOLD_CHARACTERS
+from nanochat.ui.prompt import FOLD_CHARACTERS, Prompt
 from tests.ui.driver import ENDLESS, LONG, plain, started
 
 
 def test_every_action_has_its_method_and_its_line_in_the_help() -> None:
     shown = help_text().plain
     for action in ACTIONS:
-        assert callable(getattr(NanochatApp if action.of_app else MainScreen, f"action_{action.id}"))
+        owner = {"app": NanochatApp, "prompt": Prompt, "screen": MainScreen}[action.place]
+        assert callable(getattr(owner, f"action_{(action.call or action.id).split('(')[0]}"))
         assert action.help in shown
 
 
 def test_no_key_and_no_command_is_taken_twice() -> None:
-    keys = [
-        key
-        for of_app in (True, False)
-        for binding in bindings(of_app=of_app)
-        for key in binding.key.split(",")
-    ]
+    keys = [key for action in ACTIONS for key in split(action.keys)]
     assert len(keys) == len(set(keys))
     names = [action.slash for action in ACTIONS if action.slash]
     assert len(names) == len(set(names))

@@ -1,0 +1,35 @@
+"""A line of text in a dialog, with every key in the order typed.
+
+Textual runs a key's binding only once the key has gone up the tree, so that on a busy machine a letter
+typed after Backspace would be inserted before it.
+"""
+
+from __future__ import annotations
+
+from textual import events
+from textual.binding import Binding
+from textual.widget import Widget
+from textual.widgets import Input
+
+
+def editing_keys(kind: type[Widget]) -> dict[str, str]:
+    """Actions of a kind of widget by key."""
+    bindings = [binding for binding in kind.BINDINGS if isinstance(binding, Binding)]
+    return {key: binding.action for binding in bindings for key in binding.key.split(",")}
+
+
+_EDITING_KEYS = editing_keys(Input)
+
+
+class LineInput(Input):
+    """An input without a blinking cursor: each blink would redraw the screen while answers stream."""
+
+    def on_mount(self) -> None:
+        self.cursor_blink = False
+
+    async def on_key(self, event: events.Key) -> None:
+        """Run the key's editing action at once."""
+        if (action := _EDITING_KEYS.get(event.key)) is not None:
+            event.prevent_default()
+            event.stop()
+            await self.app.run_action(action, self)

@@ -1,0 +1,121 @@
+"""What the user can set for one chat: the system prompt, sampling, a preset; and what the model is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nanochat.errors import InvalidOption
+from nanochat.ui import formatting as fmt
+from nanochat.ui.chat import Chat
+from nanochat.ui.chat_screen import ChatScreen
+from nanochat.ui.sampling_commands import describe, parse_setting, shortened
+from nanochat.ui.sanitize import sanitize_line
+from nanochat.ui.settings_dialog import ChatSettings, SettingsDialog
+
+if TYPE_CHECKING:
+    from nanochat.settings import Preset
+    from nanochat.ui.app import NanochatApp
+
+
+class SettingsActions(ChatScreen):
+    """The actions of the group Settings, for the chat in view."""
+
+    @property
+    def presets(self) -> Mapping[str, Preset]:
+        """By name, from the settings file."""
+        app: NanochatApp = self.app  # type: ignore[assignment]
+        return app.presets
+
+    def configure(self, chat: Chat, system: str | None, sampling: dict[str, Any]) -> None:
+        """Give a chat these settings and say so in it; the one place where that happens.
+
+        Raises:
+            InvalidOption: a value can't work; nothing has changed.
+        """
+        if self.bridge is None:
+            raise InvalidOption("Settings can be changed once the model is loaded.")
+        params = self.bridge.sampling_params(sampling)
+        told = (
+            "" if chat.system == system else " The system prompt is set." if system else " No system prompt."
+        )
+        chat.system, chat.sampling = system, sampling
+        self.tell(chat, f"From the next message on: {describe(params, sampling)}.{told}")
+
+    def action_system(self, argument: str = "") -> None:
+        chat = self.workspace.active
+        if argument:
+            chat.system = None if argument == "none" else argument
+            self.tell(chat, "The system prompt is set; it holds from the next message on.")
+        else:
+            shown = sanitize_line(chat.system, 1_000) if chat.system else "none of its own"
+            self.tell(
+                chat,
+                f"System prompt: {shown}. /system followed by a text sets it, /system none takes it away.",
+            )
+
+    def action_set(self, argument: str = "") -> None:
+        chat = self.workspace.active
+        if self.bridge is None:
+            self.notify("Settings can be changed once the model is loaded.")
+            return
+        try:
+            changed = dict(chat.sampling)
+            if not argument:
+                self.tell(chat, describe(self.bridge.sampling_params(changed), changed))
+                return
+            name, value = parse_setting(argument)
+            changed.pop(name, None)
+            if value is not None:
+                changed[name] = value
+            self.configure(chat, chat.system, changed)
+        except InvalidOption as error:
+            self.tell(chat, sanitize_line(str(error), 400), "error")
+
+    def action_preset(self, argument: str = "") -> None:
+        """Take a preset's settings, and nothing of the chat's own; without a name, say which there are."""
+        chat = self.workspace.active
+        names = ", ".join(map(sanitize_line, self.presets)) or "none"
+        preset = self.presets.get(argument)
+        if not argument:
+            self.tell(chat, f"Presets: {names}. They stand in the settings file under [presets.NAME].")
+        elif preset is None:
+            asked = sanitize_line(shortened(argument))
+            self.tell(chat, f'There is no preset "{asked}"; the settings file has: {names}.', "error")
+        else:
+            system = preset.system if preset.system is not None else chat.system
+            try:
+                self.configure(chat, system, dict(preset.sampling))
+            except InvalidOption as error:
+                self.tell(chat, sanitize_line(str(error), 400), "error")
+
+    def action_settings(self) -> None:
+        """All settings of the chat in view, in a dialog."""
+        chat = self.workspace.active
+        if self.bridge is None:
+            self.notify("Settings can be changed once the model is loaded.")
+            return
+
+        def take(settings: ChatSettings | None) -> None:
+            if settings is not None and chat in self.workspace.chats:
+                self.configure(chat, settings.system, settings.sampling)
+
+        defaults = self.bridge.sampling_params({})
+        now = ChatSettings(chat.system, dict(chat.sampling))
+        self.app.push_screen(SettingsDialog(now, defaults, self.presets, self.bridge.sampling_params), take)
+
+    def action_model(self) -> None:
+        """What runs, and how to run another."""
+        if self.bridge is None:
+            self.notify("The model isn't loaded yet.")
+            return
+        engine = self.bridge.engine
+        stats = engine.stats()
+        size = self.bridge.engine.config.block_size
+        self.tell(
+            self.workspace.active,
+            f"{sanitize_line(engine.model_name)} on {engine.device_name}, KV cache {engine.kv_dtype_name}: "
+            f"{fmt.count(stats.blocks_total)} blocks of {size} tokens, at most "
+            f"{fmt.count(engine.max_model_len)} tokens a chat. Files: {sanitize_line(str(engine.model_dir), 300)}. "
+            "To run another, start nanochat with --model, or set model in the settings file.",
+        )

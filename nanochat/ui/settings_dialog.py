@@ -1,0 +1,139 @@
+"""The settings of one chat in a dialog: a field for each, empty where the default holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Horizontal, VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Button, Label, Select, Static
+
+from nanochat.engine.config import SamplingParams
+from nanochat.errors import InvalidOption
+from nanochat.ui.line_input import LineInput
+from nanochat.ui.sampling_commands import parse_value, setting_names, show_value
+from nanochat.ui.sanitize import sanitize_line
+
+if TYPE_CHECKING:
+    from nanochat.settings import Preset
+
+HELP = {
+    "temperature": "0 always takes the likeliest token",
+    "top_p": "keep the likeliest up to this probability",
+    "top_k": "keep this many; 0 keeps all",
+    "min_p": "drop below this share of the likeliest",
+    "repetition_penalty": "above 1: repeat less",
+    "max_tokens": "longest answer, in tokens",
+    "stop": r"ends the answer; more with  |  between",
+    "seed": "the same seed, the same answer",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSettings:
+    """What a chat has of its own."""
+
+    system: str | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+class SettingsDialog(ModalScreen[ChatSettings | None]):
+    """Gives the new settings, or None when the user leaves without taking them."""
+
+    BINDINGS: ClassVar = [
+        Binding("escape", "leave", show=False),
+        Binding("ctrl+s", "take", show=False, priority=True),
+        Binding("down", "app.focus_next", show=False),
+        Binding("up", "app.focus_previous", show=False),
+    ]
+
+    def __init__(
+        self,
+        now: ChatSettings,
+        defaults: SamplingParams,
+        presets: Mapping[str, Preset],
+        check: Callable[[Mapping[str, Any]], object],
+    ) -> None:
+        """``check`` raises :class:`InvalidOption` for settings that can't work."""
+        super().__init__()
+        self._now, self._defaults, self._presets, self._check = now, defaults, presets, check
+        self._system = LineInput(now.system or "", placeholder="none", id="system", compact=True)
+        self._fields = {
+            name: LineInput(
+                show_value(name, now.sampling[name]) if name in now.sampling else "",
+                placeholder=show_value(name, getattr(defaults, name)),
+                id=name,
+                compact=True,
+            )
+            for name in setting_names()
+        }
+        self._problem = Static("", classes="problem", markup=False)
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(classes="dialog settings", can_focus=False):
+            yield Label("Settings of this chat", classes="title")
+            if self._presets:
+                with Horizontal(classes="field"):
+                    yield Label("preset", classes="name")
+                    yield Select(
+                        [(sanitize_line(name), name) for name in self._presets],
+                        prompt="choose one to fill in its values",
+                        compact=True,
+                    )
+            with Horizontal(classes="field"):
+                yield Label("system prompt", classes="name")
+                yield self._system
+            for name, field_ in self._fields.items():
+                with Horizontal(classes="field"):
+                    yield Label(name.replace("_", " "), classes="name")
+                    yield field_
+                    yield Label(HELP[name], classes="about", markup=False)
+            yield self._problem
+            with Horizontal(classes="buttons"):
+                yield Button("Take (^S)", id="take", variant="primary", compact=True)
+                yield Button("Cancel", id="cancel", compact=True)
+
+    def on_mount(self) -> None:
+        self._fields["temperature"].focus()
+
+    def on_select_changed(self, event: Select.Changed) -> None:
+        preset = self._presets.get(str(event.value))
+        if preset is None:
+            return
+        if preset.system is not None:
+            self._system.value = preset.system
+        for name, field_ in self._fields.items():
+            field_.value = show_value(name, preset.sampling[name]) if name in preset.sampling else ""
+
+    def on_input_submitted(self) -> None:
+        self.action_take()
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        if event.button.id == "take":
+            self.action_take()
+        else:
+            self.dismiss(None)
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+    def action_take(self) -> None:
+        """Check every field; the first that can't work keeps the dialog open and is named."""
+        sampling: dict[str, Any] = {}
+        for name, field_ in self._fields.items():
+            written = field_.value.strip() if name != "stop" else field_.value
+            if not written:
+                continue
+            try:
+                if (value := parse_value(name, written)) is not None:
+                    self._check({name: value})
+                    sampling[name] = value
+            except InvalidOption as error:
+                self._problem.update(sanitize_line(str(error), 200))
+                field_.focus()
+                return
+        self.dismiss(ChatSettings(self._system.value.strip() or None, sampling))

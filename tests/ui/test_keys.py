@@ -1,0 +1,139 @@
+"""The user's keys: what the settings file may give an action, and that it then holds everywhere."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from textual.binding import Binding
+from textual.widgets import TextArea
+
+from nanochat.errors import InvalidOption
+from nanochat.settings import load_settings
+from nanochat.settings_example import example
+from nanochat.ui import keys as key_names
+from nanochat.ui.actions import ACTIONS, chosen_actions, find, remapped
+from nanochat.ui.dialogs import Help, help_text
+from tests.ui.driver import started
+
+
+@pytest.mark.parametrize(
+    ("keys", "label"),
+    [
+        ("ctrl+n", "^N"),
+        ("alt+left", "Alt ←"),
+        ("f4,ctrl+pagedown", "F4"),
+        ("escape", "Esc"),
+        ("ctrl+shift+f2", "Ctrl Shift F2"),
+        ("pageup", "PgUp"),
+        ("alt+9", "Alt 9"),
+        ("", ""),
+    ],
+)
+def test_keys_are_written_for_people(keys: str, label: str) -> None:
+    assert key_names.label(keys) == label
+
+
+def test_every_default_key_exists_and_leaves_writing_alone() -> None:
+    for action in ACTIONS:
+        for key in key_names.split(action.keys):
+            assert key_names.exists(key)
+            assert key_names.is_free(key) or action.place == "prompt"
+
+
+@pytest.mark.parametrize("key", ["ctrl+", "crtl+g", "f99", "ctrl+ctrl+g", "", "+", "<any>"])
+def test_keys_that_do_not_exist(key: str) -> None:
+    assert not key_names.exists(key)
+
+
+@pytest.mark.parametrize("key", ["a", "A", "space", "enter", "shift+left", "backspace", "tab"])
+def test_keys_that_writing_needs(key: str) -> None:
+    assert not key_names.is_free(key)
+
+
+@given(st.text(max_size=30))
+def test_any_text_as_a_key_makes_a_table_or_a_sentence(text: str) -> None:
+    with suppress(InvalidOption):
+        assert find("fork_chat", remapped({"fork_chat": text})).keys
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"frok_chat": "ctrl+g"}, '"frok_chat" is no action'),
+        ({"fork_chat": "ctrl+n"}, '"new_chat" and "fork_chat" both have the key ctrl+n'),
+        ({"fork_chat": "x"}, "needed for writing"),
+        ({"fork_chat": "strg+g"}, 'no key "strg+g"'),
+        ({"fork_chat": ""}, "needs the name of a key"),
+    ],
+)
+def test_keys_that_cannot_work(keys: dict[str, str], sentence: str) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        remapped(keys)
+    assert sentence in str(caught.value)
+
+
+def test_a_mistake_is_told_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[keys]\nquit = "ctrl+n"\n')
+    with pytest.raises(InvalidOption, match=r"config\.toml: \[keys\] .*ctrl\+n"):
+        chosen_actions(load_settings(file))
+
+
+def test_two_actions_can_change_places() -> None:
+    table = remapped({"new_chat": "ctrl+w", "close_chat": "ctrl+n"})
+    assert (find("new_chat", table).key_label, find("close_chat", table).key_label) == ("^W", "^N")
+
+
+async def test_remapped_keys_work_and_are_shown(tiny_llama: Path) -> None:
+    keys = {"new_chat": "ctrl+w", "close_chat": "ctrl+n", "fork_chat": "f9,ctrl+g", "jump_1": "ctrl+b"}
+    async with started(tiny_llama, hold=True, keys=keys) as driver:
+        chats = driver.app.main_screen.workspace.chats
+        await driver.press("ctrl+w")
+        assert len(chats) == 2
+        await driver.press("f9", "ctrl+g")
+        assert len(chats) == 4
+        await driver.press("ctrl+b")
+        assert driver.chat is chats[0]
+        await driver.press("ctrl+n")
+        await driver.until(lambda: len(chats) == 3)
+        await driver.until_seen("^W new")
+        await driver.until_seen("F9 fork")
+        await driver.press("ctrl+f")  # now free for the prompt: deletes a word
+        assert len(chats) == 3
+        assert "F9" in help_text(driver.app.actions).plain
+        await driver.press("f1")
+        assert isinstance(driver.app.screen, Help)
+        await driver.until_seen("F9")
+
+
+async def test_the_key_that_sends_can_be_another(tiny_llama: Path) -> None:
+    keys = {"send": "alt+enter", "new_line": "enter"}
+    async with started(tiny_llama, hold=True, keys=keys) as driver:
+        await driver.until_seen("Alt Enter sends · Enter new line")
+        await driver.press("a", "enter", "b")
+        assert driver.prompt.text == "a\nb"
+        await driver.press("alt+enter")
+        await driver.until(lambda: driver.chat.path)
+        assert driver.chat.path[0].text == "a\nb"
+
+
+def test_the_example_names_every_key() -> None:
+    text = example((action.id, action.keys, action.help) for action in ACTIONS if action.keys)
+    for action in ACTIONS:
+        assert (f"# {action.id} = " in text.partition("[keys]")[2]) == bool(action.keys)
+
+
+def test_no_default_key_hides_one_of_the_prompt_but_on_purpose() -> None:
+    editing = {
+        key: binding.action
+        for binding in TextArea.BINDINGS
+        if isinstance(binding, Binding)
+        for key in binding.key.split(",")
+    }
+    taken = {key for action in ACTIONS if action.place != "prompt" for key in key_names.split(action.keys)}
+    on_purpose = {"ctrl+w", "ctrl+f", "ctrl+c", "pageup", "pagedown", "f6", "f7"}
+    assert taken & set(editing) <= on_purpose
