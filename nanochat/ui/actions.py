@@ -90,7 +90,7 @@ ACTIONS: tuple[Action, ...] = (
     *_group(
         "Settings",
         Action("system", "System prompt", "show or set what the model is told first", slash="system", argument="TEXT"),
-        Action("settings", "Chat settings", "this chat's settings in a dialog", "f6", "settings"),
+        Action("settings", "Chat settings", "this chat's settings in a dialog", "f7", "settings"),
         Action("preset", "Preset", "take the settings that the settings file has under a name", slash="preset", argument="[NAME]"),
         Action("set", "Sampling settings", "show or set, such as /set temperature 0.2", slash="set", argument="NAME VALUE"),
         Action("model", "Model", "which model runs, where, and with what cache", slash="model"),

@@ -73,7 +73,7 @@ async def test_every_sampling_setting_reaches_the_engine(tiny_llama: Path) -> No
 async def test_the_dialog_shows_and_changes_the_settings(tiny_llama: Path) -> None:
     async with started(tiny_llama, sampling={"temperature": 0.3}) as driver:
         await driver.say("/set top_k 5")
-        await driver.press("f6")
+        await driver.press("f7")
         dialog = driver.app.screen
         assert isinstance(dialog, SettingsDialog)
         assert dialog.query_one("#top_k", Input).value == "5"
@@ -90,7 +90,7 @@ async def test_the_dialog_shows_and_changes_the_settings(tiny_llama: Path) -> No
         assert driver.chat.sampling == {"temperature": 0.9}
         assert driver.chat.system == "Be brief."
         assert "temperature 0.9 (this chat)" in driver.notices()[-1]
-        await driver.press("f6", "escape")
+        await driver.press("f7", "escape")
         assert driver.chat.sampling == {"temperature": 0.9}
 
 
@@ -146,7 +146,9 @@ async def test_themes_follow_one_another_or_are_named(tiny_llama: Path) -> None:
 
 def _luminance(colour: str) -> float:
     parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
