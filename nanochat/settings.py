@@ -20,7 +20,7 @@ from nanochat.errors import InvalidOption
 
 ThemeName = Literal["dark", "light", "contrast"]
 PanelSize = Literal["auto", "full", "narrow", "off"]
-ClipboardWay = Literal["auto", "terminal", "tool"]
+ClipboardWay = Literal["auto", "terminal"]
 
 SAMPLING_OPTIONS = tuple(
     option.name for option in dataclasses.fields(SamplingParams) if option.name != "logprobs"

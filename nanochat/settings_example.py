@@ -45,7 +45,7 @@ APP_HELP = {
     "reduced_motion": "nothing scrolls smoothly, slides or flashes",
     "screenshot_folder": "where F5 saves pictures; empty: your pictures folder",
     "export_folder": "where /export saves chats; empty: your documents folder",
-    "clipboard": "how to copy: through the terminal (OSC 52), with a tool such as wl-copy, or both",
+    "clipboard": "how to copy; auto: through the terminal (OSC 52) and with a tool such as wl-copy",
 }
 SAMPLES: Mapping[str, Any] = {"num_kv_blocks": 1024, "max_model_len": 8192, "seed": 1, "stop": ["END"]}
 """Shown for options whose default can't be written in TOML, or says too little."""

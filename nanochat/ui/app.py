@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from textual.widgets import TextArea
 
 from nanochat.engine.config import EngineConfig
 from nanochat.settings import AppSettings, Preset, Settings
+from nanochat.ui import clipboard
 from nanochat.ui import formatting as fmt
 from nanochat.ui.actions import ACTIONS, Action, bindings, chosen_actions, find
 from nanochat.ui.bridge import Bridge
@@ -31,6 +32,7 @@ from nanochat.ui.main_screen import MainScreen
 from nanochat.ui.palette import ActionsProvider
 from nanochat.ui.sanitize import sanitize_line
 from nanochat.ui.terminal import UnfitTerminal, check_terminal, log_file, reserved_screen
+from nanochat.ui.textual_private import write_to_terminal
 from nanochat.ui.theme import THEMES, theme_named
 
 logger = logging.getLogger(__name__)
@@ -128,6 +130,21 @@ class NanochatApp(App[None]):
             busy = len(main.workspace.busy)
             note = f" {fmt.plural(busy, 'chat')} still answering." if busy else ""
             self.notify(f"Press ^C again to quit.{note}", timeout=QUIT_WINDOW_S)
+
+    def copy_to_clipboard(self, text: str) -> None:
+        """Copy by every way there is; only ever at the user's command."""
+        super().copy_to_clipboard(text)
+        for sequence in clipboard.sequences(text, os.environ):
+            write_to_terminal(self, sequence)
+        command = clipboard.tool(os.environ) if self.look.clipboard == "auto" else None
+        if command is not None:
+            self.run_worker(self._copy_with(command, text), group="clipboard", exclusive=True)
+        elif len(text) > clipboard.MAX_SEQUENCE * 3 // 4:
+            self.notify("Some terminals refuse to copy this much text.", severity="warning")
+
+    async def _copy_with(self, command: Sequence[str], text: str) -> None:
+        if not await clipboard.give_to(command, text):
+            logger.warning("%s could not copy", command[0])
 
     async def action_quit(self) -> None:
         self.leave()

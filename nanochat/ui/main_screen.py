@@ -11,6 +11,7 @@ from nanochat.ui.actions import Action, bindings, find, parse_slash
 from nanochat.ui.chat import Chat, Message, Phase
 from nanochat.ui.chat_pane import ChatPane
 from nanochat.ui.chat_screen import ChatScreen, offer_text
+from nanochat.ui.copy_actions import CopyActions
 from nanochat.ui.dialogs import Confirm, Help
 from nanochat.ui.sanitize import sanitize_line
 from nanochat.ui.settings_actions import SettingsActions
@@ -18,7 +19,7 @@ from nanochat.ui.tab_bar import TabBar
 from nanochat.ui.theme import THEMES, theme_named
 
 
-class MainScreen(SettingsActions, ChatScreen):
+class MainScreen(CopyActions, SettingsActions, ChatScreen):
     """The chats, and everything that can be done with them."""
 
     BINDINGS: ClassVar = [*bindings("screen")]
