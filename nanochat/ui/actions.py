@@ -77,6 +77,12 @@ ACTIONS: tuple[Action, ...] = (
         ),
     ),
     *_group(
+        "Many at once",
+        Action("broadcast", "Broadcast", "send one message to the marked tabs, or to all", slash="broadcast", argument="TEXT"),
+        Action("mark", "Mark tab", "let broadcasts go to this tab, or no longer", "alt+m", "mark"),
+        Action("compare", "Compare", "two settings side by side, such as temperature=0 | temperature=1", slash="compare", argument="A | B"),
+    ),
+    *_group(
         "Chat",
         Action("send", "Send", "send what is written", "enter", in_palette=False, place="prompt"),
         Action("new_line", "New line", "in the prompt; Shift+Enter works in many terminals", "ctrl+j,shift+enter", in_palette=False, place="prompt"),

@@ -132,6 +132,10 @@ class ChatScreen(Screen[None]):
         self.set_focus(self.pane(chat).prompt)  # at once: the next key may be waiting already
         self.show_stats()
 
+    def is_open(self, chat: Chat) -> bool:
+        """Whether the chat has its pane yet."""
+        return chat.id in self._panes
+
     def pane(self, chat: Chat) -> ChatPane:
         """The pane of an open chat."""
         return self._panes[chat.id]
@@ -299,7 +303,7 @@ class ChatScreen(Screen[None]):
     def show_tabs(self) -> None:
         """Bring the tabs' badges up to date."""
         workspace = self.workspace
-        self._tab_bar.show(workspace.chats, workspace.slots, workspace.active.id)
+        self._tab_bar.show(workspace.chats, workspace.slots, workspace.active.id, workspace.marked)
 
     # The panel's size
 

@@ -13,13 +13,13 @@ from nanochat.ui.chat_pane import ChatPane
 from nanochat.ui.chat_screen import ChatScreen, offer_text
 from nanochat.ui.copy_actions import CopyActions
 from nanochat.ui.dialogs import Confirm, Help
+from nanochat.ui.group_actions import GroupActions
 from nanochat.ui.sanitize import sanitize_line
-from nanochat.ui.settings_actions import SettingsActions
 from nanochat.ui.tab_bar import TabBar
 from nanochat.ui.theme import THEMES, theme_named
 
 
-class MainScreen(CopyActions, SettingsActions, ChatScreen):
+class MainScreen(CopyActions, GroupActions, ChatScreen):
     """The chats, and everything that can be done with them."""
 
     BINDINGS: ClassVar = [*bindings("screen")]
@@ -78,6 +78,7 @@ class MainScreen(CopyActions, SettingsActions, ChatScreen):
         else:
             self.pane(chat).take_prompt()
             self._ask(chat, text)
+            self.echo(chat, text)
 
     def _ask(self, chat: Chat, text: str) -> None:
         self.pane(chat).show_turn(chat.ask(text))

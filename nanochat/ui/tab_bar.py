@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from textual import events
@@ -36,8 +36,8 @@ def badge(chat: Chat) -> tuple[str, str]:
     return ("○", "$muted") if chat.root.children else ("✎", "$muted")
 
 
-def tab_label(chat: Chat, number: int, slot: int, is_active: bool) -> Content:
-    """``◐ 2 Email 43 %``."""
+def tab_label(chat: Chat, number: int, slot: int, is_active: bool, is_marked: bool = False) -> Content:
+    """``◐ 2 Email 43 % ✓``; the tick marks a tab that broadcasts go to."""
     glyph, style = badge(chat)
     suffix = ""
     if chat.phase is Phase.PREFILL and chat.prefill_progress is not None:
@@ -48,6 +48,7 @@ def tab_label(chat: Chat, number: int, slot: int, is_active: bool) -> Content:
         + Content.styled(f"{number} ", f"bold {tab_colour(slot)}")
         + Content.styled(chat.title, title_style)
         + Content.styled(suffix, style)
+        + Content.styled(" ✓" if is_marked else "", "bold $accent")
     )
 
 
@@ -99,14 +100,16 @@ class TabBar(HorizontalScroll):
             if tab.chat_id == chat_id:
                 tab.remove()
 
-    def show(self, chats: Sequence[Chat], slots: dict[int, int], active_id: int) -> None:
+    def show(
+        self, chats: Sequence[Chat], slots: dict[int, int], active_id: int, marked: Collection[int] = ()
+    ) -> None:
         """Bring every label up to date."""
         tabs = {tab.chat_id: tab for tab in self.query(Tab)}
         for number, chat in enumerate(chats, 1):
             if (tab := tabs.get(chat.id)) is None:
                 continue
             is_active = chat.id == active_id
-            label = tab_label(chat, number, slots[chat.id], is_active)
+            label = tab_label(chat, number, slots[chat.id], is_active, chat.id in marked)
             if not (isinstance(tab.content, Content) and tab.content.is_same(label)):
                 tab.update(label)
             if is_active != tab.has_class("-active"):

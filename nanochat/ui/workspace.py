@@ -13,6 +13,10 @@ class Workspace:
         self.chats: list[Chat] = []
         self.slots: dict[int, int] = {}
         """Colour slot by chat id."""
+        self.marked: set[int] = set()
+        """Ids of the chats that broadcasts go to; all when empty."""
+        self._partners: dict[int, int] = {}
+        """Ids of two compared chats, both ways."""
         self.active = first
         self.add(first)
 
@@ -35,6 +39,8 @@ class Workspace:
         index = self.chats.index(chat)
         self.chats.remove(chat)
         del self.slots[chat.id]
+        self.marked.discard(chat.id)
+        self.unpair(chat)
         if self.active is chat:
             self.show(self.chats[min(index, len(self.chats) - 1)])
 
@@ -55,6 +61,28 @@ class Workspace:
         other = chat.fork()
         other.title = f"Fork of {self.number(chat)}" if chat.title != NEW_TITLE else NEW_TITLE
         return other
+
+    def toggle_mark(self, chat: Chat) -> None:
+        """Mark a chat for broadcasts, or take its mark away."""
+        self.marked ^= {chat.id}
+
+    @property
+    def recipients(self) -> list[Chat]:
+        """The chats that a broadcast goes to."""
+        return [chat for chat in self.chats if not self.marked or chat.id in self.marked]
+
+    def pair(self, one: Chat, other: Chat) -> None:
+        """Compare two chats; they may be opened later."""
+        self._partners |= {one.id: other.id, other.id: one.id}
+
+    def unpair(self, chat: Chat) -> None:
+        """End a chat's comparison, if there is one."""
+        if (other := self._partners.pop(chat.id, None)) is not None:
+            self._partners.pop(other, None)
+
+    def partner(self, chat: Chat) -> Chat | None:
+        """The open chat that this one is compared with."""
+        return self.find(self._partners.get(chat.id, 0))
 
     @property
     def busy(self) -> list[Chat]:

@@ -1,0 +1,129 @@
+"""Broadcasts to all or marked tabs, and two settings of a chat side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nanochat.settings import Preset
+from nanochat.ui.chat import Chat
+from nanochat.ui.message import AnswerMessage
+from tests.ui.driver import ENDLESS, LONG, Driver, started
+
+
+def questions(chat: Chat) -> list[str]:
+    return [message.text for message in chat.path if message.role == "user"]
+
+
+def chats(driver: Driver) -> list[Chat]:
+    return driver.app.main_screen.workspace.chats
+
+
+async def test_a_broadcast_goes_to_all_tabs(tiny_llama: Path) -> None:
+    async with started(tiny_llama) as driver:
+        await driver.write("a draft")
+        await driver.press("ctrl+n", "ctrl+n")
+        await driver.say("/broadcast Hello all")
+        await driver.until_idle()
+        assert [questions(chat) for chat in chats(driver)] == [["Hello all"]] * 3
+        assert all(chat.last_answer and chat.last_answer.output for chat in chats(driver))
+        await driver.until_told("Sent to 3 tabs")
+        await driver.press("alt+1")
+        assert driver.prompt.text == "a draft"
+
+
+async def test_a_broadcast_goes_to_marked_tabs_only(tiny_llama: Path) -> None:
+    async with started(tiny_llama) as driver:
+        await driver.say("/mark")
+        await driver.until_seen("✓")
+        await driver.press("ctrl+n", "ctrl+n", "alt+m")
+        await driver.say("/broadcast Hello")
+        await driver.until_idle()
+        assert [questions(chat) for chat in chats(driver)] == [["Hello"], [], ["Hello"]]
+        await driver.press("ctrl+w")
+        await driver.until(lambda: len(chats(driver)) == 2)
+        assert driver.app.main_screen.workspace.recipients == [chats(driver)[0]]
+        await driver.press("alt+1", "alt+m")
+        assert driver.app.main_screen.workspace.recipients == chats(driver)
+
+
+async def test_a_broadcast_leaves_busy_tabs_alone_and_says_so(long_llama: Path) -> None:
+    async with started(long_llama, sampling=ENDLESS, **LONG) as driver:
+        await driver.say("First")
+        await driver.press("ctrl+n")
+        await driver.say("/broadcast Second")
+        await driver.until_told("Sent to 1 tab. 1 tab still answering got nothing.")
+        assert [questions(chat) for chat in chats(driver)] == [["First"], ["Second"]]
+
+
+async def test_a_broadcast_without_a_text_says_how(tiny_llama: Path) -> None:
+    async with started(tiny_llama, hold=True) as driver:
+        await driver.say("/broadcast")
+        await driver.until_told("all 1 tabs")
+        assert driver.chat.path == []
+
+
+async def test_two_settings_are_compared_side_by_side(tiny_llama: Path) -> None:
+    presets = {"brief": Preset("Be brief.", {"max_tokens": 3})}
+    async with started(tiny_llama, presets=presets) as driver:
+        await driver.ask("First")
+        await driver.ask("Second")
+        await driver.say("/compare brief | max_tokens=5 temperature=0")
+        await driver.until(lambda: len(chats(driver)) == 3)
+        await driver.until_idle()
+        original, left, right = chats(driver)
+        assert driver.chat is left
+        assert [questions(chat) for chat in (original, left, right)] == [["First", "Second"]] * 3
+        lengths = [len(chat.path[-1].output.token_ids) for chat in (left, right)]
+        assert lengths == [3, 5]
+        assert (left.system, right.system) == ("Be brief.", None)
+        assert right.path[-1].output.metrics.cached_tokens > 0
+        screen = driver.app.main_screen
+        panes = [screen.pane(chat) for chat in (original, left, right)]
+        assert [pane.display for pane in panes] == [False, True, True]
+        await driver.until(lambda: panes[1].region.right == panes[2].region.x > 0)
+        assert abs(panes[1].size.width - panes[2].size.width) <= 1
+        assert all(len(pane.query(AnswerMessage)) == 2 for pane in panes[1:])
+        assert not right.is_unread
+
+        await driver.ask("Third")
+        assert questions(left)[-1] == questions(right)[-1] == "Third"
+        assert questions(original)[-1] == "Second"
+
+        screen.set_focus(panes[2].prompt)
+        await driver.until(lambda: driver.chat is right)
+        assert [pane.display for pane in panes] == [False, True, True]
+        await driver.press("alt+1")
+        assert [pane.display for pane in panes] == [True, False, False]
+        await driver.press("alt+3")
+        assert [pane.display for pane in panes] == [False, True, True]
+        await driver.say("/compare")
+        assert [pane.display for pane in panes] == [False, False, True]
+        await driver.ask("Fourth")
+        assert questions(left)[-1] == "Third"
+
+
+async def test_closing_one_side_ends_the_comparison(tiny_llama: Path) -> None:
+    async with started(tiny_llama) as driver:
+        await driver.say("/compare top_k=1 | top_k=2")
+        await driver.until(lambda: len(chats(driver)) == 3)
+        _, left, right = chats(driver)
+        await driver.press("ctrl+w")
+        await driver.until(lambda: left not in chats(driver))
+        await driver.until(lambda: driver.app.main_screen.pane(driver.chat).display)
+        assert driver.app.main_screen.workspace.partner(right) is None
+
+
+async def test_what_cannot_be_compared_is_told(tiny_llama: Path) -> None:
+    async with started(tiny_llama) as driver:
+        for argument, told in (
+            ("nosuch | top_k=1", '"nosuch" is no preset'),
+            ("top_k=1", "two settings or presets"),
+            ("top_k=1 |", "two settings or presets"),
+            ("top_k=1 | top_p=7", "top_p must be"),
+            ("top_k=1 | hotness=7", 'no setting "hotness"'),
+        ):
+            await driver.say(f"/compare {argument}")
+            assert told in driver.notices()[-1]
+        assert len(chats(driver)) == 1
+        await driver.say("/compare")
+        await driver.until_told("Write two settings")
