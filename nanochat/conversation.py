@@ -113,6 +113,24 @@ class Conversation:
         opener = self._find_seam().in_prompt if token_ids else ""
         self._messages.append(Message("assistant", output.text, token_ids, opener))
 
+    def continued(self, output: RequestOutput) -> tuple[list[int], str]:
+        """What follows :meth:`prompt_ids` to go on with an answer that ended early: its ids, and their text.
+
+        A character that was cut short is left out of both, for the model to write anew. Ids that aren't of
+        this tokenizer are made from the text.
+        """
+        ids = self._own_ids(output.token_ids, output.text)
+        if ids is None:
+            ids = tuple(self._template.encode(output.text, "")) if output.text else ()
+        decoder, pieces = Detokenizer(self._tokenizer), [""]
+        kept, text = 0, ""
+        for number, token_id in enumerate(ids, start=1):
+            pieces.append(decoder.push((token_id,)))
+            if not decoder.is_waiting:
+                kept, text = number, text + "".join(pieces)
+                pieces.clear()
+        return list(ids[:kept]), text
+
     def truncate(self, num_messages: int) -> None:
         """Keep the first messages only, to answer again or to send another text instead.
 

@@ -85,27 +85,29 @@ def fork_chat(
         parent_id = message_copy_id
 
 
-def save_tabs(connection: Connection, session_id: int, chat_ids: Iterable[int]) -> None:
-    """These chats are the session's open tabs, in this order."""
+def save_tabs(connection: Connection, session_id: int, chat_ids: Iterable[int], in_view: int | None) -> None:
+    """These chats are the session's open tabs, in this order, and one of them is in view."""
     connection.execute(
-        "UPDATE chats SET tab_session = NULL, tab_position = NULL WHERE tab_session = ?", (session_id,)
+        "UPDATE chats SET tab_session = NULL, tab_position = NULL, tab_in_view = 0 WHERE tab_session = ?",
+        (session_id,),
     )
     connection.executemany(
-        "UPDATE chats SET tab_session = ?, tab_position = ? WHERE id = ?",
-        [(session_id, position, chat_id) for position, chat_id in enumerate(chat_ids)],
+        "UPDATE chats SET tab_session = ?, tab_position = ?, tab_in_view = ? WHERE id = ?",
+        [(session_id, position, chat_id == in_view, chat_id) for position, chat_id in enumerate(chat_ids)],
     )
 
 
 def claim_tabs(connection: Connection, session_id: int) -> list[int]:
     """Take over the tabs of sessions that have ended; returns all of the session's tabs in their order."""
     rows = connection.execute(
-        "SELECT id FROM chats WHERE tab_position IS NOT NULL AND "
+        "SELECT id, tab_in_view FROM chats WHERE tab_position IS NOT NULL AND "
         "(tab_session = ?1 OR tab_session NOT IN (SELECT id FROM sessions)) "
         "ORDER BY tab_session <> ?1, tab_session, tab_position",
         (session_id,),
     ).fetchall()
-    chat_ids = [chat_id for (chat_id,) in rows]
-    save_tabs(connection, session_id, chat_ids)
+    chat_ids = [chat_id for chat_id, _ in rows]
+    in_view = next((chat_id for chat_id, is_in_view in reversed(rows) if is_in_view), None)
+    save_tabs(connection, session_id, chat_ids, in_view)
     return chat_ids
 
 

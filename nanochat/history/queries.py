@@ -13,7 +13,9 @@ from nanochat.history.search import like_pattern, match_expression, query_words,
 
 Connection = sqlite3.Connection
 
-_CHAT_COLUMNS = "id, title, system, model, sampling, dropped_turns, created_at, updated_at, tab_position"
+_CHAT_COLUMNS = (
+    "id, title, system, model, sampling, dropped_turns, created_at, updated_at, tab_position, tab_in_view"
+)
 _MAX_TITLE_HITS = 10
 
 
@@ -156,7 +158,7 @@ def _search_titles(connection: Connection, words: list[str], limit: int) -> list
 
 
 def _chat(row: tuple) -> Chat:
-    chat_id, title, system, model, sampling, dropped_turns, created_at, updated_at, tab_position = row
+    chat_id, title, system, model, sampling, dropped_turns, created_at, updated_at, *tab = row
     return Chat(
         id=chat_id,
         title=title,
@@ -166,7 +168,8 @@ def _chat(row: tuple) -> Chat:
         dropped_turns=dropped_turns,
         created_at=created_at,
         updated_at=updated_at,
-        tab_position=tab_position,
+        tab_position=tab[0],
+        is_in_view=bool(tab[1]),
     )
 
 

@@ -34,6 +34,8 @@ class Chat:
     """When a message was last added or finished."""
     tab_position: int | None = None
     """Its place among the open tabs; None if it is closed."""
+    is_in_view: bool = False
+    """Whether it is the tab that the session looked at last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

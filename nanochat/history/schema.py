@@ -28,6 +28,8 @@ _TABLES: Migration = (
         -- Open in a tab of that session, which is running or was the last to have it open.
         tab_session INTEGER,
         tab_position INTEGER,
+        -- Whether it is the session's tab in view.
+        tab_in_view INTEGER NOT NULL DEFAULT 0,
         -- Where the active path begins. The newest branch if it is empty or no longer there.
         active_child_id INTEGER
     ) STRICT""",

@@ -223,9 +223,9 @@ class History:
 
     # Tabs
 
-    def save_tabs(self, chat_ids: Iterable[int]) -> None:
-        """These chats are open in tabs, in this order; all others are closed."""
-        self._submit(changes.save_tabs, self._sessions.own_id, tuple(chat_ids))
+    def save_tabs(self, chat_ids: Iterable[int], in_view: int | None = None) -> None:
+        """These chats are open in tabs, in this order, one of them in view; all others are closed."""
+        self._submit(changes.save_tabs, self._sessions.own_id, tuple(chat_ids), in_view)
 
     def restore_tabs(self) -> list[Chat]:
         """Take over the tabs of sessions that have ended, in their order; they are now this session's.

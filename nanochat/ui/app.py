@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,10 +21,12 @@ from textual.screen import Screen
 from textual.widgets import TextArea
 
 from nanochat.engine.config import EngineConfig
+from nanochat.history import default_history_file
 from nanochat.settings import AppSettings, Preset, Settings
 from nanochat.ui import clipboard
 from nanochat.ui import formatting as fmt
 from nanochat.ui.actions import ACTIONS, Action, bindings, chosen_actions, find
+from nanochat.ui.archive import Archive, HistoryOpened, HistoryTroubled
 from nanochat.ui.bridge import Bridge
 from nanochat.ui.chrome import LoadState
 from nanochat.ui.loader import EngineReady, Loader, LoadFailed, LoadProgressed
@@ -34,9 +36,11 @@ from nanochat.ui.sanitize import sanitize_line
 from nanochat.ui.terminal import UnfitTerminal, check_terminal, log_file, reserved_screen
 from nanochat.ui.textual_private import write_to_terminal
 from nanochat.ui.theme import THEMES, theme_named
+from nanochat.visible import visible
 
 logger = logging.getLogger(__name__)
 
+HISTORY_NOTE_S = 20.0
 QUIT_WINDOW_S = 2.0
 """Two presses of Ctrl+C within this time quit."""
 LOAD_WAIT_S = 0.3
@@ -62,17 +66,28 @@ class NanochatApp(App[None]):
         presets: Mapping[str, Preset] | None = None,
         look: AppSettings | None = None,
         actions: tuple[Action, ...] = ACTIONS,
+        history_file: Path | None = None,
     ) -> None:
-        """``sampling`` holds the user's settings over the model's recommendation, by parameter name;
-        ``actions`` is the table with the user's keys.
+        """Make the app; running it loads the model.
+
+        Args:
+            system: system prompt of new chats.
+            sampling: the user's settings over the model's recommendation, by parameter name.
+            presets: by name, from the settings file.
+            look: how the app looks.
+            actions: the table with the user's keys.
+            history_file: where chats are saved; None: in memory only.
         """
         super().__init__()
         self.actions = actions
         self.look = look or AppSettings()
         self.presets = dict(presets or {})
         self.load_error: str | None = None
+        self.unsaved: str | None = None
+        """A sentence if chats could not be saved in the end."""
         self._system = system
         self._sampling = dict(sampling or {})
+        self._archive = Archive(history_file, self.post_message)
         self._loader = Loader(config, self.post_message)
         self._bridge: Bridge | None = None
         self._interrupted_s = -QUIT_WINDOW_S
@@ -84,7 +99,7 @@ class NanochatApp(App[None]):
         self.set_keymap({action.id: action.keys for action in actions if action != find(action.id)})
 
     def get_default_screen(self) -> Screen[None]:
-        screen = MainScreen(self._system)
+        screen = MainScreen(self._system, self._archive)
         screen.panel_mode = None if self.look.panel == "auto" else self.look.panel
         return screen
 
@@ -99,6 +114,20 @@ class NanochatApp(App[None]):
     def on_mount(self) -> None:
         self.call_after_refresh(self._loader.start)  # importing PyTorch would delay the first paint
 
+    async def on_history_opened(self, event: HistoryOpened) -> None:
+        await self.main_screen.restore(event)
+        if event.problem is not None:
+            self._tell_of_history(f"{event.problem} Until then, chats are kept in memory only.")
+
+    def on_history_troubled(self, event: HistoryTroubled) -> None:
+        if event.problem is not None:
+            self._tell_of_history(event.problem)
+        else:
+            self.notify("Chats are being saved again.")
+
+    def _tell_of_history(self, problem: str) -> None:
+        self.notify(sanitize_line(problem, 1_000), severity="warning", timeout=HISTORY_NOTE_S, markup=False)
+
     def on_load_progressed(self, event: LoadProgressed) -> None:
         self.main_screen.show_load(LoadState(progress=event.progress))
 
@@ -107,7 +136,7 @@ class NanochatApp(App[None]):
         self.main_screen.fail(self.load_error)
 
     def on_engine_ready(self, event: EngineReady) -> None:
-        self._bridge = Bridge(event.engine, self._sampling, self.main_screen.post_message)
+        self._bridge = Bridge(event.engine, self._sampling, self.main_screen.post_message, self._archive.grew)
         self.main_screen.start(self._bridge)
 
     def action_interrupt(self) -> None:
@@ -171,15 +200,25 @@ class NanochatApp(App[None]):
             self.notify(str(folder / name), title="Screenshot saved", markup=False)
 
     def close_engine(self) -> bool:
-        """End loading or the engine; False if a thread of theirs is still busy after a moment."""
-        if not self._loader.abandon(LOAD_WAIT_S):
-            return False
-        if self._bridge is None:
-            return True
-        closing = threading.Thread(target=self._bridge.close, name="nanochat-close", daemon=True)
-        closing.start()
-        closing.join(CLOSE_WAIT_S)
-        return not closing.is_alive()
+        """End loading or the engine, and save the chats; False if a thread is still busy after a moment."""
+
+        def close_history() -> None:
+            self.unsaved = self._archive.close(CLOSE_WAIT_S) or self.unsaved
+
+        tasks: list[Callable[[], object]] = [
+            close_history,
+            lambda: self._loader.abandon(LOAD_WAIT_S),
+        ]
+        if self._bridge is not None:
+            self._bridge.stop_all()
+            tasks.append(self._bridge.engine.close)
+        threads = [threading.Thread(target=task, name="nanochat-close", daemon=True) for task in tasks]
+        deadline_s = time.monotonic() + CLOSE_WAIT_S
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return self._loader.is_idle and not any(thread.is_alive() for thread in threads)
 
 
 def _pictures_folder() -> Path:
@@ -220,14 +259,17 @@ def run_app(config: EngineConfig, *, system: str | None = None, settings: Settin
         presets=settings.presets,
         look=settings.app,
         actions=actions,
+        history_file=default_history_file(),
     )
     with reserved_screen(log):
         logging.basicConfig(filename=log) if log.parent.is_dir() else None
         app.run()
         is_closed = app.close_engine()
     status = app.return_code or 0
+    if app.unsaved is not None:
+        print(f"nanochat: {visible(app.unsaved)}", file=sys.stderr)
     if app.load_error is not None:
-        print(f"nanochat: {app.load_error}", file=sys.stderr)
+        print(f"nanochat: {visible(app.load_error)}", file=sys.stderr)
     elif status:
         print(f"nanochat: The app has failed; {log} says where.", file=sys.stderr)
     if not is_closed:

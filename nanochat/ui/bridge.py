@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from nanochat.engine.handle import RequestHandle
 from nanochat.engine.outputs import RequestOutput
 from nanochat.errors import NanochatError, PromptTooLong
 from nanochat.ui.chat import Chat
+from nanochat.ui.restoring import joined_outputs
 from nanochat.ui.sanitize import Sanitizer
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ class AnswerStarted(TextualMessage):
     chat_id: int
     handle: RequestHandle
     reasoning_tags: tuple[str, str] | None
+    opens_reasoning: bool = False
+    """Whether the answer begins inside its reasoning."""
+    partial: RequestOutput | None = None
+    """The answer that goes on, as far as the engine was given it."""
 
 
 @dataclass
@@ -75,6 +80,7 @@ class AnswerEnded(TextualMessage):
 class _Live:
     handle: RequestHandle
     sanitizer: Sanitizer
+    partial: RequestOutput | None
     not_before_s: float = 0.0
 
 
@@ -82,15 +88,27 @@ class Bridge:
     """One for the app; all methods are for the UI thread."""
 
     def __init__(
-        self, engine: Engine, sampling: Mapping[str, Any], post: Callable[[TextualMessage], object]
+        self,
+        engine: Engine,
+        sampling: Mapping[str, Any],
+        post: Callable[[TextualMessage], object],
+        keep: Callable[[int, str, Sequence[int]], object] = lambda chat_id, text, token_ids: None,
     ) -> None:
-        """``sampling`` holds settings over the model's recommendation; ``post`` must be thread-safe."""
+        """Connect an engine with the app.
+
+        Args:
+            sampling: settings over the model's recommendation.
+            post: must be thread-safe.
+            keep: called on the UI thread with each chat's id, its new text as the model wrote it, and the
+                text's ids, as soon as they are known.
+        """
         from nanochat.ui.context import Contexts, Prompt  # they need a tokenizer library; first paint doesn't
 
         self._prompt_type = Prompt
         self.engine = engine
         self._sampling = {**engine.default_sampling, **sampling}
         self._post = post
+        self._keep = keep
         self._contexts: Contexts = Contexts(engine.tokenizer)
         self._live: dict[int, _Live] = {}
         self._prompts: queue.SimpleQueue[Prompt] = queue.SimpleQueue()
@@ -113,14 +131,27 @@ class Bridge:
     def submit(self, chat: Chat) -> None:
         """Send the chat's path up to its last question; :class:`AnswerStarted` or a refusal follows."""
         self._stopping.discard(chat.id)
-        messages = tuple(message for message in chat.context if message is not chat.live)
         self._prompts.put(
-            self._prompt_type(chat.id, chat.system, chat.started, messages, dict(chat.sampling))
+            self._prompt_type(
+                chat_id=chat.id,
+                system=chat.system,
+                started=chat.started,
+                messages=tuple(message for message in chat.context if message is not chat.live),
+                sampling=dict(chat.sampling),
+                enable_thinking=chat.enable_thinking,
+                keep_reasoning=chat.keep_reasoning,
+                partial=chat.live.partial if chat.live is not None else None,
+            )
         )
 
-    def track(self, chat_id: int, handle: RequestHandle) -> None:
-        """Poll this handle from now on."""
-        self._live[chat_id] = _Live(handle, Sanitizer())
+    @property
+    def reasoning_tags(self) -> tuple[str, str] | None:
+        """What encloses the model's reasoning; None for a model without any."""
+        return self._contexts.reasoning_tags
+
+    def track(self, chat_id: int, handle: RequestHandle, partial: RequestOutput | None = None) -> None:
+        """Poll this handle from now on; its output goes on from ``partial``."""
+        self._live[chat_id] = _Live(handle, Sanitizer(), partial)
         if chat_id in self._stopping:
             self._stopping.discard(chat_id)
             handle.cancel()
@@ -149,13 +180,23 @@ class Bridge:
             is_done = live.handle.done  # before poll: nothing comes after the end
             if now_s < live.not_before_s and not is_done:
                 continue
-            events = live.handle.poll()
-            text = live.sanitizer.feed("".join(event.text for event in events))
-            if events:
-                self._post(AnswerGrew(chat_id, text, sum(len(event.token_ids) for event in events)))
+            if text := self._take(chat_id, live):
+                self._post(text)
             if is_done:
                 del self._live[chat_id]
-                self._post(AnswerEnded(chat_id, live.handle.result(timeout=0)))
+                output = live.handle.result(timeout=0)
+                if live.partial is not None:
+                    output = joined_outputs(live.partial, output)
+                self._post(AnswerEnded(chat_id, output))
+
+    def _take(self, chat_id: int, live: _Live) -> AnswerGrew | None:
+        events = live.handle.poll()
+        if not events:
+            return None
+        raw = "".join(event.text for event in events)
+        token_ids = [token_id for event in events for token_id in event.token_ids]
+        self._keep(chat_id, raw, token_ids)
+        return AnswerGrew(chat_id, live.sanitizer.feed(raw), len(token_ids))
 
     def report_cost(self, chat_id: int, cost_s: float, now_s: float | None = None) -> None:
         """Drawing the chat's last text took this long; slow drawing gets fewer, larger deltas."""
@@ -163,19 +204,20 @@ class Bridge:
             now_s = time.monotonic() if now_s is None else now_s
             live.not_before_s = now_s + min(MAX_DELTA_INTERVAL_S, COST_FACTOR * cost_s)
 
-    def close(self) -> None:
-        """End every request and the engine."""
-        for live in self._live.values():
+    def stop_all(self) -> None:
+        """End every request. What has come until now is kept; nobody is told any more."""
+        for chat_id, live in self._live.items():
+            self._take(chat_id, live)
             live.handle.cancel()
-        self.engine.close()
+        self._live.clear()
 
     def _submit_prompts(self) -> None:
         """Runs on the submitting thread, a daemon that ends with the process."""
         while True:
             prompt = self._prompts.get()
             try:
-                token_ids = self._contexts.prompt_ids(prompt)
-                handle = self.engine.submit(token_ids, self.sampling_params(prompt.sampling))
+                prepared = self._contexts.prepare(prompt)
+                handle = self.engine.submit(prepared.token_ids, self.sampling_params(prompt.sampling))
             except PromptTooLong as error:
                 limit = self.engine.max_model_len
                 offer = self._contexts.drop_offer(prompt, limit)
@@ -189,4 +231,12 @@ class Bridge:
                     AnswerRefused(prompt.chat_id, f"The prompt could not be prepared ({kind}: {error}).")
                 )
             else:
-                self._post(AnswerStarted(prompt.chat_id, handle, self._contexts.reasoning_tags))
+                self._post(
+                    AnswerStarted(
+                        prompt.chat_id,
+                        handle,
+                        self.reasoning_tags,
+                        prepared.opens_reasoning,
+                        prepared.partial,
+                    )
+                )

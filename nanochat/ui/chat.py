@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
 from typing import Any, Literal
@@ -53,6 +53,16 @@ class Message:
     """An answer's text as shown, while it streams and after."""
     output: RequestOutput | None = None
     """An answer's end; None while it runs."""
+    partial: RequestOutput | None = None
+    """What stood there when the answer now running was continued."""
+    is_interrupted: bool = False
+    """Whether the app ended before the answer did."""
+    enable_thinking: bool | None = None
+    """What the template was told about thinking when an answer began."""
+    model: str = ""
+    """Who answers."""
+    store_id: int | None = None
+    """Its id in the history once it is saved there."""
 
     def add(self, child: Message) -> Message:
         """Append a branch and choose it."""
@@ -67,6 +77,11 @@ class Message:
             self.parent.children.remove(self)
             self.parent.chosen = max(0, len(self.parent.children) - 1)
             self.parent = None
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether an answer has ended before its natural end, and nothing else is wrong with it."""
+        return self.output is not None and self.output.finish_reason in ("cancelled", "length")
 
     @property
     def branch(self) -> tuple[int, int]:
@@ -118,6 +133,14 @@ class Chat:
     notes: list[Note] = field(default_factory=list)
     draft: str = ""
     """Text to put into the prompt when the chat is first shown."""
+    editing: Message | None = None
+    """The question that the next message stands beside, as another branch."""
+    enable_thinking: bool | None = None
+    """Whether the model is asked to reason before it answers; None leaves it to its template."""
+    keep_reasoning: bool = False
+    """Whether earlier reasoning stays in the context also where the template leaves it out."""
+    store_id: int | None = None
+    """Its id in the history once it is saved there."""
 
     @property
     def is_busy(self) -> bool:
@@ -159,42 +182,66 @@ class Chat:
         return 0
 
     def ask(self, text: str) -> Message:
-        """Add a user's message and the answer to come; returns the answer."""
+        """Add a user's message and the answer to come; returns the answer.
+
+        The message follows the path, or is a branch beside the one that is being edited.
+        """
         if not self.root.children and self.title == NEW_TITLE:
             self.title = title_from(text)
-        end = self.path[-1] if self.root.children else self.root
-        return self.begin_answer(end.add(Message("user", text)))
+        if self.editing is not None and self.editing.parent is not None:
+            before = self.editing.parent
+        else:
+            before = self.path[-1] if self.root.children else self.root
+        self.editing = None
+        return self.begin_answer(before.add(Message("user", text)))
 
     def begin_answer(self, question: Message) -> Message:
         """A new branch of answers to a question of the path."""
-        self.live = question.add(Message("assistant"))
+        return self._begin(question.add(Message("assistant")))
+
+    def continue_answer(self, answer: Message) -> None:
+        """The last answer of the path, which ended early, goes on."""
+        answer.partial, answer.output = answer.output, None
+        self._begin(answer)
+
+    def _begin(self, answer: Message) -> Message:
+        self.live = answer
+        answer.enable_thinking = self.enable_thinking
         self.phase = Phase.SUBMITTED
         self.has_failed = False
-        return self.live
+        return answer
 
     def end_answer(self, output: RequestOutput) -> None:
         """The live answer has ended; its text is taken from the output as a whole."""
         if self.live is not None:
             self.live.output = output
+            self.live.partial = None
+            self.live.is_interrupted = False
             self.live.answer.replace(sanitize(output.text))
         self.has_failed = output.finish_reason == "error"
         self._rest()
 
-    def withdraw(self) -> str:
-        """Take the question back whose answer could not start; returns its text.
+    def withdraw(self) -> tuple[str, Message | None]:
+        """Take the question back whose answer could not start; returns its text and what has gone.
 
-        When it has been answered before, only the new branch goes, and the text is empty.
+        When it has been answered before, only the new branch goes, and the text is empty. An answer that
+        could not be continued stays as it was, and nothing goes.
         """
-        answer = self.live
-        question = answer.parent if answer is not None else None
-        text = ""
-        if answer is not None and question is not None:
+        answer, text = self.live, ""
+        gone: Message | None = None
+        if answer is not None and answer.partial is not None:
+            answer.output, answer.partial = answer.partial, None
+        elif answer is not None and (question := answer.parent) is not None:
+            gone = answer
             answer.remove()
             if not question.children:
-                text = question.text
+                gone, text = question, question.text
+                before = question.parent
                 question.remove()
+                if before is not None and before.children:
+                    self.editing = before.children[before.chosen]
         self._rest()
-        return text
+        return text, gone
 
     def choose_branch(self, message: Message, step: int) -> bool:
         """Go to a sibling; False if there is none in that direction."""
@@ -206,6 +253,20 @@ class Chat:
         message.parent.chosen = target
         return True
 
+    def choose(self, message: Message) -> None:
+        """Make the path go through a message."""
+        while (parent := message.parent) is not None:
+            parent.chosen = parent.children.index(message)
+            message = parent
+
+    def messages(self) -> Iterator[Message]:
+        """All messages of all branches, each after the one that it follows."""
+        waiting = list(reversed(self.root.children))
+        while waiting:
+            message = waiting.pop()
+            yield message
+            waiting += reversed(message.children)
+
     def fork(self) -> Chat:
         """A new chat with this path; an answer under way stays behind, its question becomes the draft."""
         other = Chat(
@@ -213,15 +274,21 @@ class Chat:
             sampling=dict(self.sampling),
             started=self.started,
             dropped_turns=self.dropped_turns,
+            enable_thinking=self.enable_thinking,
+            keep_reasoning=self.keep_reasoning,
         )
         end = other.root
         path = self.path
-        if self.live is not None and path and path[-1] is self.live:
+        partial = self.live.partial if self.live is not None else None
+        if self.live is not None and partial is None:
             other.draft = path[-2].text
             path = path[:-2]
         for message in path:
-            copy = Message(message.role, message.text, answer=message.answer, output=message.output)
-            end = end.add(copy)
+            end = end.add(replace(message, parent=None, children=[], chosen=0, store_id=None))
+        if partial is not None:  # it goes on there, and stays as it was here
+            end.answer = end.answer.copy()
+            end.answer.replace(sanitize(partial.text))
+            end.output, end.partial = partial, None
         return other
 
     def note(
@@ -239,6 +306,7 @@ class Chat:
         self.dropped_turns = 0
         self.notes.clear()
         self.title = NEW_TITLE
+        self.editing = None
         self.warned_context = self.has_failed = False
 
     def _rest(self) -> None:

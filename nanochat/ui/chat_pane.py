@@ -10,21 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from textual.app import ComposeResult
-from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.containers import Horizontal, Vertical
 from textual.message import Message as TextualMessage
 from textual.widget import Widget
 
 from nanochat.ui.chat import Chat, Message, Note
-from nanochat.ui.message import AnswerMessage, BranchLabel, NoteView, UserMessage
+from nanochat.ui.message import AnswerMessage, BranchStepped, UserMessage
 from nanochat.ui.prompt import Prompt
+from nanochat.ui.transcript import Transcript
 
 PLACEHOLDER = "Ask something, or / for commands"
-
-
-class Transcript(VerticalScroll):
-    """The messages. It follows the newest text until the user scrolls up, and again from the end on."""
-
-    can_focus = False
+EDITING = "Editing: Enter sends it as another branch, Esc leaves it"
 
 
 class ChatPane(Vertical):
@@ -45,27 +41,32 @@ class ChatPane(Vertical):
         message: Message
         step: int
 
+    @dataclass
+    class EditWanted(TextualMessage):
+        """The user wants to send another text instead of a message's."""
+
+        pane: ChatPane
+        message: Message
+
     def __init__(self, chat: Chat, slot: int, welcome: Widget | None = None) -> None:
         """``welcome`` is shown as long as the chat is empty."""
         super().__init__(id=pane_id(chat.id), classes=f"slot-{slot}")
         self.chat = chat
-        self._welcome = welcome
-        self._transcript = Transcript()
-        self._column = Vertical(classes="column")
+        self._transcript = Transcript(chat, welcome)
         self._prompt = Prompt(chat.draft, placeholder=PLACEHOLDER)
         self._is_stale = False
+        self._set_aside = ""
+        """What stood in the prompt before a message was put there to be edited."""
 
     def compose(self) -> ComposeResult:
-        with self._transcript, self._column:
-            if self._welcome is not None:
-                yield self._welcome
-            yield from self._messages()
+        yield self._transcript
         with Horizontal(classes="prompt-row"):
             yield self._prompt
 
-    def on_mount(self) -> None:
-        self._transcript.anchor()
-        self._update_welcome()
+    def be_seen(self) -> None:
+        """The chat comes into view; its messages are made when this happens first."""
+        if not self._transcript.is_built:
+            self._transcript.show_end()
 
     def on_show(self) -> None:
         if self._is_stale:
@@ -79,6 +80,19 @@ class ChatPane(Vertical):
     def restore_prompt(self, text: str) -> None:
         """Give an unsent text back, ahead of what has been written since."""
         self._prompt.take(f"{text}\n{self._prompt.full_text}" if self.has_draft else text)
+
+    def show_editing(self) -> None:
+        """Put the message that is being edited into the prompt; or, when none is, what stood there before."""
+        message = self.chat.editing
+        if message is not None:
+            if self._prompt.border_title is None:
+                self._set_aside = self._prompt.full_text
+            self._prompt.border_title = EDITING
+            self._prompt.take(message.text)
+        elif self._prompt.border_title is not None:
+            self._prompt.border_title = None
+            self._prompt.take(self._set_aside)
+            self._set_aside = ""
 
     def withdraw_draft(self, text: str) -> None:
         """Empty the prompt if it still holds this text."""
@@ -97,26 +111,18 @@ class ChatPane(Vertical):
 
     def show_turn(self, answer: Message) -> None:
         """A question and its answer to come were added at the end."""
-        self._update_welcome()
-        if answer.parent is not None and answer.branch[1] == 1:
-            self._column.mount(UserMessage(answer.parent))
-            self._column.mount(AnswerMessage(self.chat, answer))
-        else:
-            self.show_path()
-        self._transcript.anchor()
+        self._transcript.show_turn(answer)
 
-    def show_path(self) -> None:
-        """Another branch was chosen, or messages went: show the path anew."""
-        with self.app.batch_update():
-            self._column.query("UserMessage, AnswerMessage, NoteView").remove()
-            self._column.mount_all(list(self._messages()))
-        self._update_welcome()
+    def show_path(self, at: Message | None = None) -> None:
+        """Another branch was chosen, or messages went: show the path anew, from one of its messages on."""
+        if at is None:
+            self._transcript.show_end()
+        else:
+            self._transcript.show_at(at)
 
     def show_note(self, note: Note) -> None:
         """A note was added at the end."""
-        self._update_welcome()
-        self._column.mount(NoteView(note))
-        self._transcript.anchor()
+        self._transcript.show_note(note)
 
     def grow(self, report_cost: Callable[[float], None]) -> None:
         """The live answer has more text; a hidden pane draws it when it is shown."""
@@ -162,34 +168,21 @@ class ChatPane(Vertical):
         event.stop()
         self.post_message(self.Prompted(self, event.text))
 
-    def on_branch_label_stepped(self, event: BranchLabel.Stepped) -> None:
+    def on_branch_stepped(self, event: BranchStepped) -> None:
         event.stop()
         self.post_message(self.BranchWanted(self, event.message, event.step))
 
-    def _messages(self) -> list[Widget]:
-        path = self.chat.path
-        first_sent = self.chat.first_sent
-        widgets: list[Widget] = [NoteView(note) for note in self.chat.notes if note.after is None]
-        for index, message in enumerate(path):
-            if index == first_sent and index > 0:
-                widgets.append(NoteView(Note(None, "The turns above are left out of the context.")))
-            widget = UserMessage(message) if message.role == "user" else AnswerMessage(self.chat, message)
-            widget.set_class(index < first_sent, "-dropped")
-            widgets.append(widget)
-            widgets += [NoteView(note) for note in self.chat.notes if note.after is message]
-        return widgets
+    def on_user_message_edit_wanted(self, event: UserMessage.EditWanted) -> None:
+        event.stop()
+        self.post_message(self.EditWanted(self, event.message))
 
     def _answers(self) -> list[AnswerMessage]:
-        return list(self._column.query(AnswerMessage))
+        return self._transcript.answers()
 
     def _live_answer(self) -> AnswerMessage | None:
         return next(
             (answer for answer in reversed(self._answers()) if answer.message is self.chat.live), None
         )
-
-    def _update_welcome(self) -> None:
-        if self._welcome is not None:
-            self._welcome.display = not self.chat.root.children and not self.chat.notes
 
     def _update_all(self) -> None:
         for answer in self._answers():

@@ -19,11 +19,12 @@ from textual.timer import Timer
 from textual.widgets import ContentSwitcher
 
 from nanochat.ui import formatting as fmt
+from nanochat.ui.archive import Archive, HistoryOpened
 from nanochat.ui.bridge import AnswerEnded, AnswerGrew, AnswerRefused, AnswerStarted, Bridge
 from nanochat.ui.chat import Chat, NoteKind, Phase
 from nanochat.ui.chat_pane import ChatPane, pane_id
 from nanochat.ui.chrome import Header, KeyBar, LoadState, Welcome
-from nanochat.ui.sanitize import sanitize_line
+from nanochat.ui.sanitize import sanitize, sanitize_line
 from nanochat.ui.snapshots import busy_label, take_snapshot, update_phases
 from nanochat.ui.stats_panel import CONTEXT_WARNING, History, StatsLine, StatsPanel
 from nanochat.ui.tab_bar import TabBar
@@ -61,8 +62,9 @@ class ChatScreen(Screen[None]):
 
         chat: Chat
 
-    def __init__(self, system: str | None) -> None:
+    def __init__(self, system: str | None, archive: Archive) -> None:
         super().__init__()
+        self.archive = archive
         self.workspace = Workspace(Chat(system=system))
         self.bridge: Bridge | None = None
         self.load_state = LoadState()
@@ -98,6 +100,7 @@ class ChatScreen(Screen[None]):
         self._choose_panel()
         await self._add_pane(self.workspace.active)
         self.show_active()
+        self.archive.open()
 
     def on_resize(self, event: events.Resize) -> None:
         self._choose_panel()
@@ -111,6 +114,42 @@ class ChatScreen(Screen[None]):
         self.workspace.show(chat)
         self.show_active()
 
+    async def restore(self, opened: HistoryOpened) -> None:
+        """The history is open: bring the last session's tabs back, and save what has been said meanwhile."""
+        self.archive.adopt(opened)
+        early = self.workspace.chats
+        is_untouched = len(early) == 1 and not early[0].root.children and not self.pane(early[0]).has_draft
+        self.workspace.restore(opened.tabs)
+        for chat in opened.tabs:
+            self._mark_reasoning(chat)
+            await self._add_pane(chat)
+        if opened.tabs and is_untouched:
+            first = early[0]
+            self.workspace.show(opened.in_view or opened.tabs[-1])
+            self.workspace.close(first)
+            await self.remove_pane(first)
+        for chat in self.workspace.chats:
+            self.archive.keep(chat)
+        self.show_order()
+        self.show_active()
+
+    def show_order(self) -> None:
+        """The tabs' order has changed."""
+        self._tab_bar.put_in_order([chat.id for chat in self.workspace.chats])
+        self.show_tabs()
+        self.save_tabs()
+
+    def save_tabs(self) -> None:
+        """Have the next start find the tabs as they are."""
+        self.archive.save_tabs(self.workspace.chats, self.workspace.active)
+
+    def _mark_reasoning(self, chat: Chat) -> None:
+        """An answer that was cut off before its reasoning was told from it: by the model of now."""
+        tags = self.bridge.reasoning_tags if self.bridge is not None else None
+        for message in chat.messages():
+            if message.is_interrupted and message.answer.tags is None:
+                message.answer.tags = tags
+
     async def _add_pane(self, chat: Chat) -> None:
         pane = self._panes[chat.id] = ChatPane(chat, self.workspace.slots[chat.id], Welcome(self.load_state))
         self._tab_bar.add(chat.id)
@@ -118,6 +157,7 @@ class ChatScreen(Screen[None]):
 
     async def remove_pane(self, chat: Chat) -> None:
         """The workspace has closed a chat."""
+        self.archive.left(chat)
         if self.bridge is not None:
             self.bridge.forget(chat.id)
         self.refusals.pop(chat.id, None)
@@ -129,8 +169,10 @@ class ChatScreen(Screen[None]):
         """Bring the workspace's active chat into view."""
         chat = self.workspace.active
         self._switcher.current = pane_id(chat.id)
+        self.pane(chat).be_seen()
         self.set_focus(self.pane(chat).prompt)  # at once: the next key may be waiting already
         self.show_stats()
+        self.save_tabs()
 
     def is_open(self, chat: Chat) -> bool:
         """Whether the chat has its pane yet."""
@@ -164,15 +206,26 @@ class ChatScreen(Screen[None]):
         """There will be no engine: give back what waits for it."""
         self.show_load(LoadState(error=error))
         for chat in self.workspace.busy:
-            text, pane = chat.withdraw(), self.pane(chat)
-            pane.show_path()
-            pane.restore_prompt(text)
+            self.withdraw(chat)
         self.show_tabs()
+
+    def withdraw(self, chat: Chat) -> str:
+        """Take back a question whose answer can't start, and put it into the prompt; returns it."""
+        pane = self.pane(chat)
+        text, gone = chat.withdraw()
+        self.archive.withdrew(chat, gone)
+        pane.show_path()
+        if text:
+            pane.restore_prompt(text)
+        return text
 
     def start(self, bridge: Bridge) -> None:
         """The engine is there: send what waits for it."""
         self.bridge = bridge
         engine = bridge.engine
+        self.archive.model = engine.model_name
+        for chat in self.workspace.chats:
+            self._mark_reasoning(chat)
         name = sanitize_line(engine.model_name)
         self.show_load(LoadState(model=f"{name} · {engine.device_name} · kv {engine.kv_dtype_name}"))
         for chat in self.workspace.busy:
@@ -183,6 +236,12 @@ class ChatScreen(Screen[None]):
 
     def send(self, chat: Chat) -> None:
         """Submit the chat's question, or let it wait for the model."""
+        if chat.live is not None:
+            chat.live.model = self.archive.model
+        is_new = chat.store_id is None
+        self.archive.keep(chat)
+        if is_new:
+            self.save_tabs()
         if self.bridge is None:
             chat.phase = Phase.LOADING
         else:
@@ -198,9 +257,14 @@ class ChatScreen(Screen[None]):
         if self.bridge is None or chat is None or chat.live is None:
             event.handle.cancel()
             return
-        chat.live.answer.tags = event.reasoning_tags
+        answer = chat.live.answer
+        if event.partial is None:
+            answer.tags, answer.is_opened = event.reasoning_tags, event.opens_reasoning
+        else:
+            chat.live.partial = event.partial
+            answer.replace(sanitize(event.partial.text))
         chat.phase = Phase.QUEUED
-        self.bridge.track(chat.id, event.handle)
+        self.bridge.track(chat.id, event.handle, event.partial)
         self.show_stats()
 
     def on_answer_grew(self, event: AnswerGrew) -> None:
@@ -215,6 +279,7 @@ class ChatScreen(Screen[None]):
             return
         answer, pane = chat.live, self.pane(chat)
         chat.end_answer(event.output)
+        self.archive.ended(chat, answer)
         chat.is_unread = chat is not self.workspace.active
         pane.end_answer(answer)
         if event.output.error is not None:
@@ -226,12 +291,9 @@ class ChatScreen(Screen[None]):
         chat = self.workspace.find(event.chat_id)
         if chat is None or chat.live is None:
             return
-        text, error = chat.withdraw(), sanitize_line(event.error, 1_000)
+        text, error = self.withdraw(chat), sanitize_line(event.error, 1_000)
         chat.has_failed = True
         self.forget_refusal(chat)
-        self.pane(chat).show_path()
-        if text:
-            self.pane(chat).restore_prompt(text)
         if event.offer is None:
             self.tell(chat, error, "error")
         else:

@@ -6,11 +6,12 @@ Runs on the submitting thread. Knows nothing of widgets.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
 from nanochat.conversation import Conversation
+from nanochat.engine.outputs import RequestOutput
 from nanochat.ui.chat import Message, turn_starts
 
 MIN_ANSWER_SHARE = 8
@@ -29,6 +30,21 @@ class Prompt:
     """Ends with a user's message."""
     sampling: Mapping[str, Any]
     """The chat's own sampling settings."""
+    enable_thinking: bool | None = None
+    keep_reasoning: bool = False
+    partial: RequestOutput | None = None
+    """An answer to the last message that is to go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What to submit, and how the answer begins."""
+
+    token_ids: list[int]
+    opens_reasoning: bool
+    """Whether the answer begins inside its reasoning."""
+    partial: RequestOutput | None
+    """The answer that goes on, as far as its ids are in the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +77,16 @@ class Contexts:
         self.reasoning_tags = Conversation(tokenizer).reasoning_tags
         """What encloses the model's reasoning in its answers; None without any."""
 
+    def prepare(self, prompt: Prompt) -> Prepared:
+        """All that submitting needs. Errors are those of :meth:`prompt_ids`."""
+        token_ids = self.prompt_ids(prompt)
+        conversation = self._kept[prompt.chat_id].conversation
+        opens_reasoning = self.reasoning_tags is not None and conversation.opens_reasoning
+        if prompt.partial is None:
+            return Prepared(token_ids, opens_reasoning, None)
+        ids, text = conversation.continued(prompt.partial)
+        return Prepared(token_ids + ids, opens_reasoning, replace(prompt.partial, text=text, token_ids=ids))
+
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
 
@@ -75,11 +101,13 @@ class Contexts:
             if old is not new:
                 break
             common += 1
+        kept.conversation.keep_reasoning = prompt.keep_reasoning
         kept.conversation.truncate(common)
         del kept.messages[common:]
         for message in prompt.messages[common:]:
             _add(kept.conversation, message)
             kept.messages.append(message)
+        _think(kept.conversation, prompt.enable_thinking)
         return kept.conversation.prompt_ids()
 
     def forget(self, chat_id: int) -> None:
@@ -108,14 +136,24 @@ class Contexts:
         conversation = self._conversation(prompt)
         for message in prompt.messages[first:]:
             _add(conversation, message)
+        _think(conversation, prompt.enable_thinking)
         return len(conversation.prompt_ids())
 
     def _conversation(self, prompt: Prompt) -> Conversation:
-        return Conversation(self._tokenizer, prompt.system, started=prompt.started)
+        return Conversation(
+            self._tokenizer, prompt.system, started=prompt.started, keep_reasoning=prompt.keep_reasoning
+        )
 
 
 def _add(conversation: Conversation, message: Message) -> None:
     if message.role == "user":
         conversation.add_user(message.text)
     elif message.output is not None:
+        _think(conversation, message.enable_thinking)  # the prompt that it answered ended accordingly
         conversation.add_assistant(message.output)
+
+
+def _think(conversation: Conversation, enable: bool | None) -> None:
+    options = {} if enable is None else {"enable_thinking": enable}
+    if dict(conversation.template_kwargs) != options:
+        conversation.template_kwargs = options

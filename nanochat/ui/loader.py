@@ -27,8 +27,11 @@ REPORT_INTERVAL_S = 0.05
 """Progress within a stage is passed on at most this often."""
 
 
-class _AbandonedError(Exception):
-    """The app has quit; raised from the progress callback to end loading early."""
+class _AbandonedError(BaseException):
+    """The app has quit; raised from the progress callback to end loading early.
+
+    No ``Exception``: whatever runs the callback must not take it for a failure of its own.
+    """
 
 
 @dataclass
@@ -87,6 +90,11 @@ class Loader:
         self._is_abandoned.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the thread has ended, or never began."""
         return not self._thread.is_alive()
 
     def _run(self) -> None:

@@ -15,19 +15,14 @@ from nanochat.ui.copy_actions import CopyActions
 from nanochat.ui.dialogs import Confirm, Help
 from nanochat.ui.group_actions import GroupActions
 from nanochat.ui.sanitize import sanitize_line
-from nanochat.ui.tab_bar import TabBar
+from nanochat.ui.tab_screen import TabScreen
 from nanochat.ui.theme import THEMES, theme_named
 
 
-class MainScreen(CopyActions, GroupActions, ChatScreen):
+class MainScreen(CopyActions, GroupActions, TabScreen):
     """The chats, and everything that can be done with them."""
 
     BINDINGS: ClassVar = [*bindings("screen")]
-
-    @property
-    def chat(self) -> Chat:
-        """The chat in view."""
-        return self.workspace.active
 
     # Ways to an action: a key (by Textual), a click, the palette, a slash command
 
@@ -81,18 +76,21 @@ class MainScreen(CopyActions, GroupActions, ChatScreen):
             self.echo(chat, text)
 
     def _ask(self, chat: Chat, text: str) -> None:
-        self.pane(chat).show_turn(chat.ask(text))
+        pane = self.pane(chat)
+        pane.show_turn(chat.ask(text))
+        pane.show_editing()
         self.send(chat)
 
     def action_stop(self) -> None:
-        chat, pane = self.chat, self.pane(self.chat)
+        chat = self.chat
         if chat.phase is Phase.LOADING:
-            text = chat.withdraw()
-            pane.show_path()
-            pane.restore_prompt(text)
+            self.withdraw(chat)
             self.show_stats()
         elif chat.is_busy and self.bridge is not None:
             self.bridge.stop(chat.id)
+        elif chat.editing is not None:
+            chat.editing = None
+            self.pane(chat).show_editing()
 
     def action_again(self) -> None:
         chat = self.chat
@@ -104,6 +102,41 @@ class MainScreen(CopyActions, GroupActions, ChatScreen):
         else:
             self.pane(chat).show_turn(chat.begin_answer(last.parent))
             self.send(chat)
+
+    def action_continue(self) -> None:
+        """Go on with an answer that was stopped, interrupted or cut off."""
+        chat, last = self.chat, self.chat.last_answer
+        if chat.is_busy:
+            self.notify("This chat is still answering.")
+        elif self.load_state.error is not None:
+            self.tell(chat, sanitize_line(self.load_state.error, 1_000), "error")
+        elif last is None or not last.can_continue:
+            self.notify("The last answer is complete; there is nothing to continue.")
+        else:
+            chat.continue_answer(last)
+            self.pane(chat).show_path()
+            self.send(chat)
+
+    def action_edit(self) -> None:
+        """Edit the last question; once more: the one before it, and so on."""
+        questions = [message for message in self.chat.path if message.role == "user"]
+        if self.chat.editing in questions:
+            questions = questions[: questions.index(self.chat.editing)] or questions
+        if questions:
+            self._edit(questions[-1])
+        else:
+            self.notify("There is no message to edit yet.")
+
+    def on_chat_pane_edit_wanted(self, event: ChatPane.EditWanted) -> None:
+        if event.pane.chat is self.chat:
+            self._edit(event.message)
+
+    def _edit(self, message: Message) -> None:
+        if self.chat.is_busy:
+            self.notify("Stop the answer first (Esc), then edit a message.")
+            return
+        self.chat.editing = message
+        self.pane(self.chat).show_editing()
 
     def action_drop_oldest(self, argument: str = "") -> None:
         """Leave out the given number of turns, or what the last refusal offered, and send what it refused."""
@@ -124,6 +157,7 @@ class MainScreen(CopyActions, GroupActions, ChatScreen):
             )
             return
         chat.dropped_turns += turns
+        self.archive.configure(chat)
         chat.warned_context = False
         self.forget_refusal(chat)
         pane = self.pane(chat)
@@ -152,10 +186,15 @@ class MainScreen(CopyActions, GroupActions, ChatScreen):
     # Branches
 
     def action_previous_branch(self) -> None:
-        self._step_branch(self.chat.last_answer, -1)
+        self._step_branch(self._last_branching, -1)
 
     def action_next_branch(self) -> None:
-        self._step_branch(self.chat.last_answer, 1)
+        self._step_branch(self._last_branching, 1)
+
+    @property
+    def _last_branching(self) -> Message | None:
+        """The newest message of the path that has other branches beside it."""
+        return next((message for message in reversed(self.chat.path) if message.branch[1] > 1), None)
 
     def on_chat_pane_branch_wanted(self, event: ChatPane.BranchWanted) -> None:
         self._step_branch(event.message, event.step)
@@ -165,54 +204,11 @@ class MainScreen(CopyActions, GroupActions, ChatScreen):
             return
         if self.chat.is_busy:
             self.notify("Stop the answer first (Esc), then look at another one.")
-        elif self.chat.choose_branch(message, step):
-            self.pane(self.chat).show_path()
+        elif self.chat.choose_branch(message, step) and message.parent is not None:
+            chosen = message.parent.children[message.parent.chosen]
+            self.archive.chose(chosen)
+            self.pane(self.chat).show_path(chosen)
             self.show_stats()
-
-    # Tabs
-
-    async def action_new_chat(self) -> None:
-        await self.open_chat(Chat(system=self.system))
-
-    async def action_fork_chat(self) -> None:
-        await self.open_chat(self.workspace.fork(self.chat))
-
-    def action_close_chat(self) -> None:
-        chat = self.chat
-
-        async def close(agreed: bool | None) -> None:
-            if agreed and chat in self.workspace.chats:
-                if len(self.workspace.chats) == 1:
-                    await self.action_new_chat()
-                self.workspace.close(chat)
-                await self.remove_pane(chat)
-
-        if chat.is_busy:
-            question = f"“{sanitize_line(chat.title)}” is still answering. Close it and lose the chat?"
-            self.app.push_screen(Confirm(question, "Close"), close)
-        else:
-            self.run_worker(close(True))
-
-    def action_next_chat(self) -> None:
-        self._show(self.workspace.neighbour(1))
-
-    def action_previous_chat(self) -> None:
-        self._show(self.workspace.neighbour(-1))
-
-    def action_jump(self, number: int) -> None:
-        if number <= len(self.workspace.chats):
-            self._show(self.workspace.chats[number - 1])
-
-    def on_tab_bar_picked(self, event: TabBar.Picked) -> None:
-        if (chat := self.workspace.find(event.chat_id)) is not None:
-            self._show(chat)
-
-    async def on_tab_bar_new_wanted(self) -> None:
-        await self.action_new_chat()
-
-    def _show(self, chat: Chat) -> None:
-        self.workspace.show(chat)
-        self.show_active()
 
     def action_clear_chat(self) -> None:
         chat = self.chat
@@ -223,6 +219,8 @@ class MainScreen(CopyActions, GroupActions, ChatScreen):
         def clear(agreed: bool | None) -> None:
             if agreed and chat in self.workspace.chats:
                 chat.clear()
+                self.archive.cleared(chat)
+                self.pane(chat).show_editing()
                 self.pane(chat).show_path()
                 self.show_stats()
 

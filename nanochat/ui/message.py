@@ -33,7 +33,7 @@ def shown_text(text: str) -> Content:
     return content + Content.styled(f"\n… {fmt.count(rest)} more characters", "$muted") if rest else content
 
 
-def answer_footer(output: RequestOutput) -> Content:
+def answer_footer(output: RequestOutput, *, is_interrupted: bool = False) -> Content:
     """What a finished answer cost, and how it ended if it didn't end by itself."""
     metrics = output.metrics
     cached = f" ({fmt.count(metrics.cached_tokens)} cached)" if metrics.cached_tokens else ""
@@ -45,8 +45,11 @@ def answer_footer(output: RequestOutput) -> Content:
         f"preempted ×{metrics.preemptions}" if metrics.preemptions else "",
     ]
     contents = [Content(part) for part in parts if part]
-    if ending := _ENDINGS.get(output.finish_reason):
+    ending = "interrupted" if is_interrupted else _ENDINGS.get(output.finish_reason)
+    if ending:
         contents.append(Content.styled(ending, "$error" if output.finish_reason == "error" else "$warning"))
+    if is_interrupted:
+        contents.append(Content.from_markup("[@click=screen.do('continue')]continue (/continue)[/]"))
     return _SEPARATOR.join(contents)
 
 
@@ -72,11 +75,50 @@ def _num_lines(content: object, width: int) -> int:
     return content.get_height({}, width) if isinstance(content, Content) and width else 0
 
 
+@dataclass
+class BranchStepped(TextualMessage):
+    """Another branch of this message is wanted."""
+
+    message: Message
+    step: int
+
+
+def branch_arrows(message: Message) -> Content:
+    """``‹ 2/3 ›``, the arrows to be clicked; nothing for a message without siblings."""
+    which, total = message.branch
+    if total == 1:
+        return Content("")
+    arrows = f"  [@click='step(-1)']‹[/] {which}/{total} [@click='step(1)']›[/]"
+    return Content.from_markup(arrows).stylize("$accent")
+
+
 class UserMessage(Static):
-    """What the user wrote, with a bar in the tab's colour."""
+    """What the user wrote, with a bar in the tab's colour. It can be edited, and then has branches."""
+
+    @dataclass
+    class EditWanted(TextualMessage):
+        """The user wants to send another text instead of this one."""
+
+        message: Message
 
     def __init__(self, message: Message) -> None:
-        super().__init__(Content.styled("You\n", "$muted") + shown_text(message.text), markup=False)
+        self.message = message
+        super().__init__(self._shown(), markup=False)
+
+    def _shown(self) -> Content:
+        head = Content.styled("You", "$muted") + branch_arrows(self.message)
+        edit = Content.from_markup("  [@click='edit']✎[/]").stylize("$faint")
+        return head + edit + "\n" + shown_text(self.message.text)
+
+    def show_branch(self) -> None:
+        """The number of branches may have changed."""
+        self.update(self._shown())
+
+    def action_step(self, step: int) -> None:
+        self.post_message(BranchStepped(self.message, step))
+
+    def action_edit(self) -> None:
+        self.post_message(self.EditWanted(self.message))
 
 
 class ReasoningView(Static):
@@ -110,14 +152,7 @@ class ReasoningView(Static):
 
 
 class BranchLabel(Static):
-    """``Assistant``, with ``‹2/3›`` when there are other answers; the arrows can be clicked."""
-
-    @dataclass
-    class Stepped(TextualMessage):
-        """Another branch of this message is wanted."""
-
-        message: Message
-        step: int
+    """``Assistant``, with ``‹ 2/3 ›`` when there are other answers; the arrows can be clicked."""
 
     def __init__(self, message: Message) -> None:
         super().__init__("", classes="speaker", markup=False)
@@ -128,17 +163,10 @@ class BranchLabel(Static):
 
     def show(self) -> None:
         """Bring the branch count up to date."""
-        which, total = self._message.branch
-        label = Content("Assistant")
-        if total > 1:
-            arrows = Content.from_markup(
-                f"  [@click='step(-1)']‹[/] {which}/{total} [@click='step(1)']›[/]"
-            ).stylize("$accent")
-            label += arrows
-        self.update(label)
+        self.update(Content("Assistant") + branch_arrows(self._message))
 
     def action_step(self, step: int) -> None:
-        self.post_message(self.Stepped(self._message, step))
+        self.post_message(BranchStepped(self._message, step))
 
 
 class AnswerMessage(Vertical):
@@ -181,7 +209,7 @@ class AnswerMessage(Vertical):
         """Bring the line below the text up to date."""
         output = self.message.output
         if output is not None:
-            footer = answer_footer(output)
+            footer = answer_footer(output, is_interrupted=self.message.is_interrupted)
         elif self.message is self._chat.live:
             footer = live_footer(self._chat, self.message.answer.num_tokens)
         else:

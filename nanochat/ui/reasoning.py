@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 
 class AnswerText:
     """An answer's sanitised text in two parts, with the number of tokens the reasoning took."""
@@ -12,6 +14,8 @@ class AnswerText:
         self.reasoning_tokens = 0
         self.tags: tuple[str, str] | None = None
         """What encloses the model's reasoning; None for a model without any."""
+        self.is_opened = False
+        """Whether the prompt has opened the reasoning already, so that the text begins inside it."""
 
     def append(self, text: str, num_tokens: int) -> None:
         """Add streamed text and the number of tokens it came from."""
@@ -25,19 +29,24 @@ class AnswerText:
         """The whole text anew; the token counts stay."""
         self.text = text
 
+    def copy(self) -> AnswerText:
+        """Another one that has the same text and grows on its own."""
+        return copy(self)
+
     @property
     def is_reasoning(self) -> bool:
         """Whether the text so far ends inside the reasoning."""
         if self.tags is None:
             return False
         opening, closing = self.tags
-        return self.text.lstrip().startswith(opening) and closing not in self.text
+        begins = self.is_opened or self.text.lstrip().startswith(opening)
+        return begins and closing not in self.text
 
     @property
     def reasoning(self) -> str:
         """What stands before the closing tag; empty if there is no reasoning.
 
-        A template may have opened the tag in the prompt already, so that only its end is seen.
+        Where the prompt has opened it, or a model forgets to, only its end is seen.
         """
         if self.tags is None:
             return ""

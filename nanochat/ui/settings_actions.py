@@ -40,12 +40,14 @@ class SettingsActions(ChatScreen):
             "" if chat.system == system else " The system prompt is set." if system else " No system prompt."
         )
         chat.system, chat.sampling = system, sampling
+        self.archive.configure(chat)
         self.tell(chat, f"From the next message on: {describe(params, sampling)}.{told}")
 
     def action_system(self, argument: str = "") -> None:
         chat = self.workspace.active
         if argument:
             chat.system = None if argument == "none" else argument
+            self.archive.configure(chat)
             self.tell(chat, "The system prompt is set; it holds from the next message on.")
         else:
             shown = sanitize_line(chat.system, 1_000) if chat.system else "none of its own"

@@ -94,6 +94,13 @@ class TabBar(HorizontalScroll):
         """A tab at the end."""
         self.mount(Tab(chat_id), before=self.query_one(NewTab))
 
+    def put_in_order(self, chat_ids: Sequence[int]) -> None:
+        """Put the tabs in this order."""
+        places = {chat_id: place for place, chat_id in enumerate(chat_ids)}
+        self.sort_children(
+            key=lambda tab: places.get(tab.chat_id, 0) if isinstance(tab, Tab) else len(places)
+        )
+
     def take_away(self, chat_id: int) -> None:
         """The chat was closed."""
         for tab in self.query(Tab):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from nanochat.ui.chat import NEW_TITLE, Chat
 from nanochat.ui.theme import NUM_TAB_COLOURS
 
@@ -25,6 +27,18 @@ class Workspace:
         used = list(self.slots.values())
         self.slots[chat.id] = min(range(NUM_TAB_COLOURS), key=lambda slot: (used.count(slot), slot))
         self.chats.append(chat)
+
+    def restore(self, chats: Sequence[Chat]) -> None:
+        """Put the last session's chats ahead of those that have been opened meanwhile."""
+        opened = list(self.chats)
+        for chat in chats:
+            self.add(chat)
+        self.chats = [*chats, *opened]
+
+    def move(self, chat: Chat, place: int) -> None:
+        """Move a chat to a place, counted from 1; those beyond the ends mean the ends."""
+        self.chats.remove(chat)
+        self.chats.insert(max(0, min(place - 1, len(self.chats))), chat)
 
     def show(self, chat: Chat) -> None:
         """Bring a chat into view."""

@@ -274,9 +274,10 @@ class TestTabs:
         with History(file) as history:
             ids = [history.create_chat(str(number)) for number in range(4)]
             history.save_tabs([ids[0], ids[1], ids[2]])
-            history.save_tabs([ids[2], ids[0]])
+            history.save_tabs([ids[2], ids[0]], in_view=ids[0])
         with History(file) as history:
-            assert [chat.id for chat in history.restore_tabs()] == [ids[2], ids[0]]
+            restored = history.restore_tabs()
+            assert [(chat.id, chat.is_in_view) for chat in restored] == [(ids[2], False), (ids[0], True)]
             assert [chat.tab_position for chat in history.restore_tabs()] == [0, 1]
             assert history.chat(ids[1]).tab_position is None
 

@@ -140,9 +140,11 @@ async def started(
     presets: dict[str, Preset] | None = None,
     keys: dict[str, str] | None = None,
     hold: bool = False,
+    history: Path | None = None,
+    wait_for_history: bool = True,
     **options: Any,
 ) -> AsyncIterator[Driver]:
-    """The app with its model loaded; with ``hold``, loading begins when ``load`` is called.
+    """The app with its history open and its model loaded; with ``hold``, loading begins with ``load``.
 
     In the end the engine must have given every block back.
     """
@@ -153,12 +155,15 @@ async def started(
         look=look or AppSettings(screenshot_folder=str(screenshots or "")),
         presets=presets,
         actions=remapped(keys or {}),
+        history_file=history,
     )
     start_loading = app._loader.start
     if hold:
         app._loader.start = lambda: None  # type: ignore[method-assign]
     async with app.run_test(size=size, notifications=True) as pilot:
         driver = Driver(app, pilot, start_loading)
+        if wait_for_history:
+            await driver.until(lambda: app.main_screen.archive.history is not None)
         if not hold:
             await driver.until_ready()
         try:

@@ -41,7 +41,7 @@ def test_answering_again_makes_a_branch_and_loses_nothing() -> None:
 def test_a_withdrawn_question_leaves_no_trace() -> None:
     chat = answered(Chat(), ("q1", "a1"))
     chat.ask("too long")
-    assert chat.withdraw() == "too long"
+    assert chat.withdraw()[0] == "too long"
     assert texts(chat) == ["q1", "a1"]
     assert not chat.is_busy
 
@@ -49,7 +49,7 @@ def test_a_withdrawn_question_leaves_no_trace() -> None:
 def test_withdrawing_a_second_answer_keeps_the_question_and_the_first() -> None:
     chat = answered(Chat(), ("q1", "a1"))
     chat.begin_answer(chat.path[0])
-    assert chat.withdraw() == ""
+    assert chat.withdraw()[0] == ""
     assert texts(chat) == ["q1", "a1"]
 
 

@@ -1,0 +1,213 @@
+"""A chat's messages as they are seen: only those near the place in view are widgets.
+
+A chat of thousands of messages opens as quickly as a short one, and costs the screen no more: scrolling
+towards an end of what is there brings more of it, and lets go what is far behind. The newest messages are
+followed until the user scrolls up. Shows what a :class:`Chat` holds and changes nothing in it.
+"""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.containers import Vertical, VerticalScroll
+from textual.widget import Widget
+
+from nanochat.ui.chat import Chat, Message, Note
+from nanochat.ui.message import AnswerMessage, NoteView, UserMessage
+
+WINDOW = 30
+"""Messages shown at first."""
+CHUNK = 20
+"""Messages that come when the view nears an end of those shown."""
+MAX_WINDOW = 90
+"""Messages shown at most; those farthest from the view go first."""
+
+
+class Transcript(VerticalScroll):
+    """The messages of one chat. Nothing is shown before :meth:`show_end` or :meth:`show_at`."""
+
+    can_focus = False
+
+    def __init__(self, chat: Chat, welcome: Widget | None) -> None:
+        """``welcome`` is shown as long as the chat is empty."""
+        super().__init__()
+        self._chat = chat
+        self._welcome = welcome
+        self._column = Vertical(*([welcome] if welcome is not None else []), classes="column")
+        self._first = 0
+        self._groups: list[list[Widget]] = []
+        """Widgets of the messages shown, from the one at ``_first`` on the path: a message's and its notes'."""
+        self._first_sent = 0
+        """What :attr:`Chat.first_sent` was when messages were last shown anew."""
+        self._is_built = False
+        self._is_moving = False
+        self._target: Message | None = None
+
+    def compose(self) -> ComposeResult:
+        yield self._column
+
+    def on_mount(self) -> None:
+        self.watch(self, "scroll_y", self._look_soon, init=False)
+        self._update_welcome()
+
+    @property
+    def is_built(self) -> bool:
+        """Whether messages are shown; before, there is nothing to keep up to date."""
+        return self._is_built
+
+    # What is shown
+
+    def show_end(self) -> None:
+        """Show the path anew, its end in view, and follow it."""
+        self._target = None
+        self._build(len(self._chat.path) - WINDOW)
+        self.anchor()
+
+    def show_at(self, message: Message) -> None:
+        """Show the path anew with a message of it at the top."""
+        path = self._chat.path
+        index = next((index for index, other in enumerate(path) if other is message), len(path))
+        if index >= len(path) - 1:
+            self.show_end()
+            return
+        self._target = message
+        self._build(index - CHUNK // 2)
+        self.release_anchor()
+        self._is_moving = True
+        self.call_after_refresh(self._go_to_target)
+
+    def show_turn(self, answer: Message) -> None:
+        """A question and its answer to come were added at the end, or only another answer."""
+        path = self._chat.path
+        is_next = answer.parent is not None and answer.branch[1] == answer.parent.branch[1] == 1
+        is_same = self._is_built and self._first_sent == self._chat.first_sent
+        if not is_next or not is_same or self._last != len(path) - 2:
+            self.show_end()
+            return
+        self._update_welcome()
+        for index in (len(path) - 2, len(path) - 1):
+            group = self._group(path, index)
+            self._groups.append(group)
+            self._column.mount_all(group)
+        self._trim(at_top=True)
+        self.anchor()
+
+    def show_note(self, note: Note) -> None:
+        """A note was added at the end."""
+        self._update_welcome()
+        if self._last != len(self._chat.path):
+            self.show_end()
+            return
+        view = NoteView(note)
+        if self._groups:
+            self._groups[-1].append(view)
+        self._column.mount(view)
+        self.anchor()
+
+    def answers(self) -> list[AnswerMessage]:
+        """The answers that are shown, from oldest to newest."""
+        return [widget for group in self._groups for widget in group if isinstance(widget, AnswerMessage)]
+
+    @property
+    def _last(self) -> int:
+        """Index on the path of the first message beyond those shown."""
+        return self._first + len(self._groups)
+
+    def _build(self, first: int) -> None:
+        path = self._chat.path
+        self._is_built = True
+        self._first_sent = self._chat.first_sent
+        self._first = max(0, first)
+        last = min(len(path), self._first + WINDOW)
+        with self.app.batch_update():
+            self._column.query("UserMessage, AnswerMessage, NoteView").remove()
+            self._groups = [self._group(path, index) for index in range(self._first, last)]
+            head = [NoteView(note) for note in self._chat.notes if note.after is None]
+            self._column.mount_all([*head, *(widget for group in self._groups for widget in group)])
+        self._update_welcome()
+        self._look_soon()
+
+    def _group(self, path: list[Message], index: int) -> list[Widget]:
+        message, first_sent = path[index], self._chat.first_sent
+        group: list[Widget] = []
+        if index == first_sent and index > 0:
+            group.append(NoteView(Note(None, "The turns above are left out of the context.")))
+        widget = UserMessage(message) if message.role == "user" else AnswerMessage(self._chat, message)
+        widget.set_class(index < first_sent, "-dropped")
+        group.append(widget)
+        group += [NoteView(note) for note in self._chat.notes if note.after is message]
+        return group
+
+    def _update_welcome(self) -> None:
+        if self._welcome is not None:
+            self._welcome.display = not self._chat.root.children and not self._chat.notes
+
+    # Where the view is
+
+    def _go_to_target(self) -> None:
+        self._is_moving = False
+        for group in self._groups:
+            for widget in group:
+                if isinstance(widget, (UserMessage, AnswerMessage)) and widget.message is self._target:
+                    self.scroll_to(y=widget.virtual_region.y - 1, animate=False, immediate=True)
+                    widget.add_class("-found")
+
+    def _look_soon(self) -> None:
+        if self._is_built and not self._is_moving:
+            self.call_after_refresh(self._look)
+
+    def _look(self) -> None:
+        """Bring more messages if the view is near an end of those shown."""
+        if self._is_moving or not self.is_attached or not self.size.height:
+            return
+        path, margin = self._chat.path, self.size.height
+        if self._first > 0 and self.scroll_y < margin:
+            start = max(0, self._first - CHUNK)
+            groups = [self._group(path, index) for index in range(start, self._first)]
+            self._move(groups, at_top=True)
+        elif self._last < len(path) and self.max_scroll_y - self.scroll_y < margin:
+            end = min(len(path), self._last + CHUNK)
+            self._move([self._group(path, index) for index in range(self._last, end)], at_top=False)
+
+    def _move(self, groups: list[list[Widget]], *, at_top: bool) -> None:
+        """Add messages at one end; what is in view stays where it is."""
+        fixed = self._first_in_view()
+        offset = fixed.virtual_region.y - self.scroll_y
+        is_following = at_top and self.scroll_y >= self.max_scroll_y
+        self._is_moving = True
+        if not is_following:
+            self.release_anchor()
+        widgets = [widget for group in groups for widget in group]
+        if at_top:
+            self._column.mount_all(widgets, before=self._groups[0][0])
+            self._groups = groups + self._groups
+            self._first -= len(groups)
+        else:
+            self._column.mount_all(widgets)
+            self._groups += groups
+        self._trim(at_top=not at_top)
+
+        def settle() -> None:
+            self._is_moving = False
+            if not is_following and fixed.is_attached:
+                self.scroll_to(y=fixed.virtual_region.y - offset, animate=False, immediate=True)
+            self._look_soon()
+
+        self.call_after_refresh(settle)
+
+    def _first_in_view(self) -> Widget:
+        for group in self._groups:
+            for widget in group:
+                if widget.virtual_region.bottom > self.scroll_y:
+                    return widget
+        return self._groups[-1][-1]
+
+    def _trim(self, *, at_top: bool) -> None:
+        excess = len(self._groups) - MAX_WINDOW
+        if excess <= 0:
+            return
+        if at_top:
+            gone, self._groups = self._groups[:excess], self._groups[excess:]
+            self._first += excess
+        else:
+            gone, self._groups = self._groups[-excess:], self._groups[:-excess]
+        self._column.remove_children([widget for group in gone for widget in group])
