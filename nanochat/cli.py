@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from nanochat.commands import ask, config, perplexity, simulate
+from nanochat.commands import ask, config, demo, perplexity, simulate
 from nanochat.commands.options import EARLY, add_engine_options, engine_config
 from nanochat.errors import NanochatError
 from nanochat.visible import visible
@@ -53,6 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("ask", ask, "one answer on standard output"),
         ("perplexity", perplexity, "how well the model predicts a text, and what INT8 KV changes"),
         ("simulate", simulate, "the scheduler alone, without a model"),
+        ("demo", demo, "a picture of the app with many chats answering"),
         ("config", config, "check the settings file, or print an example of it"),
     ):
         command = commands.add_parser(name, help=summary, description=module.__doc__)

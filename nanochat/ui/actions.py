@@ -112,7 +112,7 @@ ACTIONS: tuple[Action, ...] = (
         Action("toggle_reasoning", "Show reasoning", "unfold or fold what models think before they answer", "ctrl+t"),
         Action("scroll_back", "Scroll up", "a page up in the chat", "pageup", in_palette=False),
         Action("scroll_forward", "Scroll down", "a page down; at the end the chat follows again", "pagedown", in_palette=False),
-        Action("screenshot", "Screenshot", "save the screen as an SVG picture", "f5", "screenshot", footer="screenshot", place="app"),
+        Action("screenshot", "Screenshot", "save the screen, or the panel alone, as an SVG picture", "f5", "screenshot", argument="[panel]", footer="screenshot", place="app"),
     ),
     *_group(
         "App",

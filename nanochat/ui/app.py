@@ -33,6 +33,8 @@ from nanochat.ui.loader import EngineReady, Loader, LoadFailed, LoadProgressed
 from nanochat.ui.main_screen import MainScreen
 from nanochat.ui.palette import ActionsProvider
 from nanochat.ui.sanitize import sanitize_line
+from nanochat.ui.screenshots import file_name, pictures_folder, save, widget_svg
+from nanochat.ui.stats_panel import StatsPanel
 from nanochat.ui.terminal import UnfitTerminal, check_terminal, log_file, reserved_screen
 from nanochat.ui.textual_private import write_to_terminal
 from nanochat.ui.theme import THEMES, theme_named
@@ -183,21 +185,22 @@ class NanochatApp(App[None]):
         self.exit(return_code=1 if self.load_error is not None else 0)
 
     def action_screenshot(self, filename: str | None = None, path: str | None = None) -> None:
-        """Save the screen as SVG and say where."""
-        chosen = path or self.look.screenshot_folder
-        folder = Path(chosen).expanduser() if chosen else _pictures_folder()
-        name = filename or f"nanochat-{datetime.now():%Y-%m-%d-%H%M%S-%f}"[:-3] + ".svg"
-        svg = self.export_screenshot(title="nanochat")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(svg, encoding="utf-8")
-        except OSError as error:
-            reason = error.strerror or type(error).__name__
-            self.notify(
-                f"The screenshot can't be saved in {folder}: {reason}.", severity="error", markup=False
-            )
+        """Save the screen as SVG, or with ``panel`` the stats panel alone, and say where."""
+        what = (filename or "").lower()
+        panel = self.main_screen.query_one(StatsPanel)
+        if what not in ("", "panel"):
+            self.notify("/screenshot saves the whole screen, /screenshot panel the stats panel alone.")
+            return
+        if what and not panel.display:
+            self.notify("The stats panel isn't shown; F2 shows it.", severity="warning")
+            return
+        svg = widget_svg(panel, "nanochat") if what else self.export_screenshot(title="nanochat")
+        folder = path or self.look.screenshot_folder
+        file = (Path(folder).expanduser() if folder else pictures_folder()) / file_name(datetime.now())
+        if (problem := save(svg, file)) is not None:
+            self.notify(problem, severity="error", markup=False)
         else:
-            self.notify(str(folder / name), title="Screenshot saved", markup=False)
+            self.notify(str(file), title="Screenshot saved", markup=False)
 
     def close_engine(self) -> bool:
         """End loading or the engine, and save the chats; False if a thread is still busy after a moment."""
@@ -219,14 +222,6 @@ class NanochatApp(App[None]):
         for thread in threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return self._loader.is_idle and not any(thread.is_alive() for thread in threads)
-
-
-def _pictures_folder() -> Path:
-    """The user's pictures, or the home folder where there are none."""
-    from platformdirs import user_pictures_path
-
-    pictures = user_pictures_path()
-    return pictures if pictures.is_dir() else Path.home()
 
 
 def run_app(config: EngineConfig, *, system: str | None = None, settings: Settings | None = None) -> int:

@@ -273,6 +273,22 @@ async def test_a_screenshot_is_saved_and_its_place_named(tiny_llama: Path, tmp_p
         await driver.until_told("Screenshot saved")
 
 
+async def test_a_screenshot_of_the_panel_alone(tiny_llama: Path, tmp_path: Path) -> None:
+    async with started(tiny_llama, screenshots=tmp_path) as driver:
+        await driver.until_seen("KV blocks")
+        await driver.say("/screenshot panel")
+        (picture,) = tmp_path.iterdir()
+        shown = "".join(ElementTree.fromstring(picture.read_text(encoding="utf-8")).itertext())
+        assert "Prefix" in shown
+        assert "Ask" not in shown
+        await driver.say("/screenshot everything")
+        await driver.until_told("/screenshot panel")
+        await driver.press("f2", "f2")
+        await driver.say("/screenshot panel")
+        await driver.until_told("isn't shown")
+        assert len(list(tmp_path.iterdir())) == 1
+
+
 async def test_a_screenshot_that_cannot_be_saved_says_why(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     async with started(tiny_llama, hold=True, screenshots=tmp_path / "file") as driver:
