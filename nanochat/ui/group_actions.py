@@ -91,10 +91,12 @@ class GroupActions(SettingsActions):
         for written, system, settings in sides:
             fork = self.workspace.fork(chat)
             text = take_question(fork)
+            self.archive.forked(chat, fork)
             fork.title = title_from(written)
             if system is not None:
                 fork.system = system
             fork.sampling = {**chat.sampling, **settings}
+            self.archive.configure(fork)
             forks.append(fork)
         self.workspace.pair(*forks)
         for fork in forks:
