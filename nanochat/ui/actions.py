@@ -98,6 +98,11 @@ ACTIONS: tuple[Action, ...] = (
         Action("clear_chat", "Clear chat", "forget this chat's messages", slash="clear"),
     ),
     *_group(
+        "Files",
+        Action("export", "Export chat", "as Markdown or with all branches as JSON, to a file", slash="export", argument="[md|json] [FILE]"),
+        Action("import", "Import chat", "open a chat that was exported as JSON", slash="import", argument="FILE"),
+    ),
+    *_group(
         "Settings",
         Action("system", "System prompt", "show or set what the model is told first", slash="system", argument="TEXT"),
         Action("settings", "Chat settings", "this chat's settings in a dialog", "f7", "settings"),

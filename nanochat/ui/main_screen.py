@@ -13,13 +13,14 @@ from nanochat.ui.chat_pane import ChatPane
 from nanochat.ui.chat_screen import ChatScreen, offer_text
 from nanochat.ui.copy_actions import CopyActions
 from nanochat.ui.dialogs import Confirm, Help
+from nanochat.ui.file_actions import FileActions
 from nanochat.ui.group_actions import GroupActions
 from nanochat.ui.sanitize import sanitize_line
 from nanochat.ui.tab_screen import TabScreen
 from nanochat.ui.theme import THEMES, theme_named
 
 
-class MainScreen(CopyActions, GroupActions, TabScreen):
+class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
     """The chats, and everything that can be done with them."""
 
     BINDINGS: ClassVar = [*bindings("screen")]

@@ -1,0 +1,161 @@
+"""Chats to files and back: Markdown to read, JSON to keep, on a thread of its own."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from textual.message import Message
+
+from nanochat.errors import HistoryError
+from nanochat.history import History
+from nanochat.history.transfer import MAX_FILE_BYTES
+from nanochat.ui.chat import Chat
+from nanochat.ui.chat_screen import ChatScreen
+from nanochat.ui.restoring import restored_chat
+from nanochat.ui.sanitize import sanitize_line
+
+if TYPE_CHECKING:
+    from nanochat.ui.app import NanochatApp
+
+Format = Literal["md", "json"]
+HOW = "/export writes Markdown, /export json JSON; a file's name may follow, such as /export trip.json."
+_FORMATS: dict[str, Format] = {"md": "md", "markdown": "md", "json": "json"}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to write, and where; ``file`` None: under the chat's title in the usual folder."""
+
+    format: Format
+    file: Path | None
+
+
+def parse_target(argument: str) -> Target | None:
+    """``json``, ``trip.md``, ``json ~/trip`` or nothing as a target; None if it isn't one."""
+    first, _, rest = argument.strip().partition(" ")
+    format = _FORMATS.get(first.lower())
+    written = rest.strip() if format is not None else argument.strip()
+    if not written:
+        return Target(format or "md", None)
+    file = Path(written).expanduser()
+    by_name = _FORMATS.get(file.suffix.lower().removeprefix("."))
+    if format is None and by_name is None:
+        return None
+    return Target(format or by_name or "md", file)
+
+
+def file_stem(title: str, now: datetime) -> str:
+    """A name for the file that any file system takes: ``travel-post-2026-11-30``."""
+    words = re.findall(r"\w+", title.lower())
+    return "-".join([*words, f"{now:%Y-%m-%d}"])[:80]
+
+
+def free_file(folder: Path, stem: str, suffix: str) -> Path:
+    """A file that isn't there yet: ``stem.md``, ``stem-2.md``, …"""
+    file, number = folder / f"{stem}{suffix}", 1
+    while file.exists():
+        number += 1
+        file = folder / f"{stem}-{number}{suffix}"
+    return file
+
+
+def documents_folder() -> Path:
+    """The user's documents, or the home folder where there are none."""
+    from platformdirs import user_documents_path
+
+    documents = user_documents_path()
+    return documents if documents.is_dir() else Path.home()
+
+
+def export(history: History, store_id: int, format: Format, file: Path) -> Path:
+    """Write a saved chat; never over another file.
+
+    Raises:
+        HistoryError: it can't be read or written.
+    """
+    text = history.export_markdown(store_id) if format == "md" else history.export_json(store_id)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and file.exists():
+            raise HistoryError(f"{file} is already there; give another name.") from None
+        raise HistoryError(f"The chat can't be written to {file}: {error.strerror or error}.") from None
+    return file
+
+
+def import_from(history: History, file: Path) -> Chat:
+    """Add an exported chat to the history.
+
+    Raises:
+        HistoryError: the file can't be read, or isn't an exported chat; nothing was added.
+    """
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)  # one more than is allowed, so that it is refused
+    except OSError as error:
+        raise HistoryError(f"{file} can't be read: {error.strerror or error}.") from None
+    store_id = history.import_json(data)
+    return restored_chat(history.chat(store_id), history.tree(store_id))
+
+
+class FileActions(ChatScreen):
+    """The actions that write and read files."""
+
+    @dataclass
+    class Exported(Message):
+        """A chat was written, or could not be."""
+
+        result: Path | HistoryError
+
+    @dataclass
+    class Imported(Message):
+        """A chat was read, or could not be."""
+
+        result: Chat | HistoryError
+
+    def action_export(self, argument: str = "") -> None:
+        chat, target = self.workspace.active, parse_target(argument)
+        store_id = chat.store_id
+        if target is None:
+            self.notify(HOW, severity="warning", markup=False)
+        elif store_id is None:
+            self.notify("There is nothing to export yet.", severity="warning")
+        else:
+            app: NanochatApp = self.app  # type: ignore[assignment]
+            chosen = app.look.export_folder
+            folder = Path(chosen).expanduser() if chosen else documents_folder()
+            stem = file_stem(chat.title, datetime.now())
+            file = target.file or free_file(folder, stem, f".{target.format}")
+            self.archive.read(
+                lambda history: export(history, store_id, target.format, file.absolute()),
+                lambda result: self.post_message(self.Exported(result)),
+            )
+
+    def on_file_actions_exported(self, event: Exported) -> None:
+        if isinstance(event.result, HistoryError):
+            self.notify(sanitize_line(str(event.result), 600), severity="error", markup=False)
+        else:
+            self.notify(sanitize_line(str(event.result), 600), title="Chat exported", markup=False)
+
+    def action_import(self, argument: str = "") -> None:
+        """Open a chat that was exported as JSON in a new tab."""
+        if not argument:
+            self.notify("/import followed by a file opens a chat that was exported as JSON.")
+            return
+        file = Path(argument).expanduser().absolute()
+        self.archive.read(
+            lambda history: import_from(history, file),
+            lambda result: self.post_message(self.Imported(result)),
+        )
+
+    async def on_file_actions_imported(self, event: Imported) -> None:
+        if isinstance(event.result, HistoryError):
+            self.notify(sanitize_line(str(event.result), 600), severity="error", markup=False)
+        else:
+            await self.open_chat(event.result)

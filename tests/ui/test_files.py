@@ -1,0 +1,87 @@
+"""Chats to files and back."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from nanochat.settings import AppSettings
+from nanochat.ui.file_actions import Target, file_stem, free_file, parse_target
+from tests.ui.driver import started
+
+
+@pytest.mark.parametrize(
+    ("argument", "target"),
+    [
+        ("", Target("md", None)),
+        ("json", Target("json", None)),
+        ("Markdown", Target("md", None)),
+        ("a trip.md", Target("md", Path("a trip.md"))),
+        ("trip.JSON", Target("json", Path("trip.JSON"))),
+        ("json my trip", Target("json", Path("my trip"))),
+        ("md notes.txt", Target("md", Path("notes.txt"))),
+        ("trip.pdf", None),
+        ("nonsense", None),
+    ],
+)
+def test_targets(argument: str, target: Target | None) -> None:
+    assert parse_target(argument) == target
+
+
+def test_a_file_is_named_after_its_chat(tmp_path: Path) -> None:
+    stem = file_stem("../Trip to: Hawaï …", datetime(2026, 11, 30))
+    assert stem == "trip-to-hawaï-2026-11-30"
+    for name in ("trip.md", "trip-2.md", "trip-3.md"):
+        file = free_file(tmp_path, "trip", ".md")
+        assert file.name == name
+        file.touch()
+
+
+async def test_a_chat_is_exported_and_comes_back_with_its_branches(tiny_llama: Path, tmp_path: Path) -> None:
+    look = AppSettings(export_folder=str(tmp_path / "out"))
+    async with started(tiny_llama, look=look) as driver:
+        await driver.say("/export")
+        await driver.until_told("nothing to export")
+        await driver.ask("Hello there")
+        await driver.press("ctrl+r")
+        await driver.until_idle()
+        await driver.say("/set top_k 3")
+        first, second = (child.output.text for child in driver.chat.path[0].children)
+        await driver.say("/export")
+        await driver.until_told("hello-there-")
+        (markdown,) = (tmp_path / "out").glob("*.md")
+        text = markdown.read_text(encoding="utf-8")
+        assert "## You\n\nHello there" in text
+        file = tmp_path / "my chat.json"
+        await driver.say(f"/export {file}")
+        await driver.until(file.exists)
+        assert len(json.loads(file.read_text(encoding="utf-8"))["messages"]) == 3
+        await driver.say(f"/export {file}")
+        await driver.until_told("already there")
+        await driver.say(f"/import {file}")
+        await driver.until(lambda: len(driver.app.main_screen.workspace.chats) == 2)
+        assert [child.output.text for child in driver.chat.path[0].children] == [first, second]
+        assert driver.chat.sampling == {"top_k": 3}
+        await driver.until_seen("‹ 2/2 ›")
+        await driver.ask("And on it goes")
+        assert driver.answer_text()
+
+
+async def test_what_cannot_be_exported_or_imported_is_told(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("[]")
+    async with started(tiny_llama) as driver:
+        await driver.ask("Hello")
+        for command, told in (
+            ("/export nonsense", "/export writes Markdown"),
+            (f"/export {tmp_path / 'file' / 'x.md'}", "can't be written"),
+            (f"/import {tmp_path / 'none.json'}", "can't be read"),
+            (f"/import {tmp_path}", "can't be read"),
+            (f"/import {tmp_path / 'file'}", "must be a JSON object"),
+            ("/import", "/import followed by a file"),
+        ):
+            await driver.say(command)
+            await driver.until_told(told)
+        assert len(driver.app.main_screen.workspace.chats) == 1
