@@ -68,17 +68,43 @@ class History:
     prefill: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
     preemptions: int = 0
     flash: int = 0
+    is_still: bool = False
+    """Whether nothing is to flash, because the user wants little motion."""
+    lost: frozenset[int] = frozenset()
+    """Blocks that the newest preemptions took from their chats, as long as they flash."""
+    _waiting: frozenset[int] = frozenset()
+    """Requests that were preempted in the last snapshot."""
+    _owner: tuple[int, ...] = ()
+    """Owners of the blocks in the last snapshot."""
 
     def record(self, stats: EngineStats) -> None:
         """Add a sample."""
         self.decode.append(stats.decode_tok_s)
         self.prefill.append(stats.prefill_tok_s)
         self.flash = FLASH if stats.preemptions > self.preemptions else max(0, self.flash - 1)
+        if self.is_still:
+            self.flash = 0
         self.preemptions = stats.preemptions
 
+    def watch(self, snapshot: Snapshot) -> None:
+        """Find the blocks that requests have lost since the last snapshot by being preempted."""
+        preempted = frozenset(row.request_id for row in snapshot.stats.requests if row.state == "preempted")
+        new = preempted - self._waiting
+        if self.flash == 0:
+            self.lost = frozenset()
+        elif new:
+            self.lost = frozenset(block for block, owner in enumerate(self._owner) if owner in new)
+        self._waiting = preempted
+        self._owner = snapshot.block_map.owner if snapshot.block_map is not None else ()
 
-def panel(snapshot: Snapshot, history: History, width: int, height: int) -> list[Content]:
-    """At most ``height`` lines of ``width`` cells. Map and chats share what height the rest leaves."""
+
+def panel(
+    snapshot: Snapshot, history: History, width: int, height: int, has_colours: bool = True
+) -> list[Content]:
+    """At most ``height`` lines of ``width`` cells. Map and chats share what height the rest leaves.
+
+    Without colours, the map's blocks bear the numbers of their tabs.
+    """
     gap = [Content("")]
     head = _kv_lines(snapshot, width)
     middle = [
@@ -92,7 +118,9 @@ def panel(snapshot: Snapshot, history: History, width: int, height: int) -> list
     room = height - len(head) - len(middle) - len(foot) - 2  # the map's legend, and the chats' heading
     num_tabs = min(len(snapshot.tabs), max(1, room - MIN_MAP_HEIGHT))
     tabs = _tab_lines(snapshot.tabs, num_tabs, width)
-    return (head + _map_lines(snapshot, width, room - num_tabs) + middle + tabs + foot)[:height]
+    numbers = None if has_colours else {tab.slot: tab.number for tab in reversed(snapshot.tabs)}
+    kv_map = _map_lines(snapshot, history, width, room - num_tabs, numbers)
+    return (head + kv_map + middle + tabs + foot)[:height]
 
 
 def one_line(snapshot: Snapshot, history: History, width: int) -> Content:
@@ -154,14 +182,17 @@ def _kv_lines(snapshot: Snapshot, width: int) -> list[Content]:
     return [_spread(name, used + percent, width), _bar_line(fraction, width, style)]
 
 
-def _map_lines(snapshot: Snapshot, width: int, height: int) -> list[Content]:
+def _map_lines(
+    snapshot: Snapshot, history: History, width: int, height: int, numbers: Mapping[int, int] | None
+) -> list[Content]:
     if snapshot.block_map is None or height < 1:
         return []
     total = len(snapshot.block_map.owner)
     size = blocks.group_size(total, width * height)
-    found = blocks.cells(snapshot.block_map, snapshot.slots, width * height)
-    unit = f"■ = {fmt.plural(size, 'block')}" if width >= WIDE else f"■ = {size}"
-    return [*blocks.draw(found, width), _label(f"{unit}  ▣ shared  □ cached").truncate(width)]
+    found = blocks.cells(snapshot.block_map, snapshot.slots, width * height, history.lost)
+    mark = "■" if numbers is None else "1"
+    unit = f"{mark} = {fmt.plural(size, 'block')}" if width >= WIDE else f"{mark} = {size}"
+    return [*blocks.draw(found, width, numbers), _label(f"{unit}  ▣ shared  □ cached").truncate(width)]
 
 
 def _counter_lines(stats: EngineStats, history: History, width: int) -> list[Content]:
@@ -251,7 +282,11 @@ class StatsPanel(LinesWidget):
     def show(self, snapshot: Snapshot) -> None:
         """Draw this one."""
         self._snapshot = snapshot
+        self._history.watch(snapshot)
         self._redraw()
+
+    def on_mount(self) -> None:
+        self._history.is_still = self.app.animation_level == "none"
 
     def on_resize(self) -> None:
         self._redraw()
@@ -259,7 +294,8 @@ class StatsPanel(LinesWidget):
     def _redraw(self) -> None:
         width, height = self.content_size
         if self._snapshot is not None:
-            self.show_lines(panel(self._snapshot, self._history, width, height))
+            has_colours = not self.app.no_color
+            self.show_lines(panel(self._snapshot, self._history, width, height, has_colours))
         else:
             self.show_lines(_label("Statistics appear here once the model is loaded.").wrap(max(1, width)))
 

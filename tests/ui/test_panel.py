@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from hypothesis import given
@@ -86,6 +87,43 @@ def test_a_preemption_flashes_for_a_while() -> None:
     for _ in range(FLASH):
         history.record(stats(preemptions=1))
     assert history.flash == 0
+
+
+def test_nothing_flashes_for_who_wants_little_motion() -> None:
+    history = History(is_still=True)
+    history.record(stats(preemptions=1))
+    assert history.flash == 0
+
+
+def test_the_blocks_that_a_preemption_takes_flash_for_a_while() -> None:
+    history = History()
+
+    def moment(owner: tuple[int, ...], state: RequestState, preemptions: int) -> Snapshot:
+        now = stats(row(1, state), row(2), preemptions=preemptions)
+        history.record(now)
+        taken = Snapshot(now, BlockMap(owner, frozenset()), {1: 0, 2: 1}, (), 0, 8192)
+        history.watch(taken)
+        return taken
+
+    moment((1, 2, 1, FREE), "decode", 0)
+    assert history.lost == frozenset()
+    taken = moment((FREE, 2, 2, FREE), "preempted", 1)
+    assert history.lost == {0, 2}
+    found = cells(taken.block_map, taken.slots, 4, history.lost)
+    assert [cell.kind for cell in found] == ["lost", "owned", "lost", "free"]
+    assert draw(found, 4)[0].plain == "◪■◪·"
+    for _ in range(FLASH):
+        moment((FREE, 2, 2, FREE), "preempted", 1)
+    assert history.lost == frozenset()
+
+
+def test_without_colours_blocks_bear_the_number_of_their_tab() -> None:
+    taken = snapshot(num_tabs=3)
+    text = "\n".join(line.plain for line in panel(taken, History(), 36, 31, has_colours=False))
+    assert re.search(r"1 = \d+ blocks", text)
+    kv_map = text.split("\n")[2:5]
+    assert set("".join(kv_map)) <= set("123▣□·")
+    assert "■" not in text
 
 
 def test_cells_stand_for_blocks_in_order() -> None:
