@@ -71,10 +71,16 @@ ACTIONS: tuple[Action, ...] = (
         Action("fork_chat", "Fork chat", "a tab with the same history; its KV blocks are shared", "ctrl+f", "fork", footer="fork"),
         Action("next_chat", "Next chat", "go to the tab on the right", "f4,ctrl+pagedown"),
         Action("previous_chat", "Previous chat", "go to the tab on the left", "f3,ctrl+pageup"),
+        Action("goto", "Go to chat", "the tab of that number; ^G and a digit does it in any terminal", "ctrl+g", "goto", argument="[N]"),
         *(
             Action(f"jump_{number}", f"Chat {number}", "go to that tab", f"alt+{number}", in_palette=False, call=f"jump({number})")
             for number in range(1, MAX_JUMP + 1)
         ),
+        Action("search", "Search", "all chats, also those without a tab; opens one at the message", "f9", "search", argument="[WORDS]", footer="search"),
+        Action("rename", "Rename chat", "give this tab another title", "f8", "rename", argument="[TITLE]"),
+        Action("move", "Move tab", "to that place; ^G and ← or → moves it too", slash="move", argument="N"),
+        Action("move_left", "Move tab left", "change places with the tab before", "alt+pageup"),
+        Action("move_right", "Move tab right", "change places with the tab after", "alt+pagedown"),
     ),
     *_group(
         "Many at once",

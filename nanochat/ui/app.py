@@ -36,7 +36,7 @@ from nanochat.ui.sanitize import sanitize_line
 from nanochat.ui.screenshots import file_name, pictures_folder, save, widget_svg
 from nanochat.ui.stats_panel import StatsPanel
 from nanochat.ui.terminal import UnfitTerminal, check_terminal, log_file, reserved_screen
-from nanochat.ui.textual_private import write_to_terminal
+from nanochat.ui.textual_private import let_alt_digits_through, write_to_terminal
 from nanochat.ui.theme import THEMES, theme_named
 from nanochat.visible import visible
 
@@ -81,6 +81,7 @@ class NanochatApp(App[None]):
             history_file: where chats are saved; None: in memory only.
         """
         super().__init__()
+        let_alt_digits_through()
         self.actions = actions
         self.look = look or AppSettings()
         self.presets = dict(presets or {})

@@ -85,7 +85,11 @@ class Archive:
         """From now on, changes are saved there."""
         self._history = event.history
         for chat in event.tabs:
-            self._saved[chat.id] = _settings(chat)
+            self.loaded(chat)
+
+    def loaded(self, chat: Chat) -> None:
+        """The chat was read from the history, and is open now."""
+        self._saved[chat.id] = _settings(chat)
 
     def close(self, timeout_s: float) -> str | None:
         """Save what isn't; answers under way count as interrupted. May be called on any thread.

@@ -117,12 +117,13 @@ class ChatScreen(Screen[None]):
     async def restore(self, opened: HistoryOpened) -> None:
         """The history is open: bring the last session's tabs back, and save what has been said meanwhile."""
         self.archive.adopt(opened)
-        early = self.workspace.chats
+        early = list(self.workspace.chats)
         is_untouched = len(early) == 1 and not early[0].root.children and not self.pane(early[0]).has_draft
-        self.workspace.restore(opened.tabs)
         for chat in opened.tabs:
             self._mark_reasoning(chat)
+            self.workspace.add(chat)
             await self._add_pane(chat)
+        self.workspace.reorder([chat.id for chat in opened.tabs])
         if opened.tabs and is_untouched:
             first = early[0]
             self.workspace.show(opened.in_view or opened.tabs[-1])

@@ -141,6 +141,8 @@ class GroupActions(SettingsActions):
         for chat in self.workspace.chats:
             if self.is_open(chat):
                 self.pane(chat).display = chat is active or chat is partner
+        if partner is not None and self.is_open(partner):
+            self.pane(partner).be_seen()
 
 
 def take_question(chat: Chat) -> str:

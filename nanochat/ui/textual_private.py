@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
+from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual.app import App
+
+_AltDigit = Enum("_AltDigit", {f"ALT_{digit}": f"alt+{digit}" for digit in range(10)})  # type: ignore[misc]
+_KEYS: dict[str, Any] = ANSI_SEQUENCES_KEYS  # type: ignore[assignment]
+
+
+def let_alt_digits_through() -> None:
+    """Have Alt and a digit arrive as such from terminals that send Escape and the digit: most of them.
+
+    Textual takes the pair for what one terminal on macOS means by it, such as "¡" for Alt 1, which would be
+    written into the prompt.
+    """
+    for key in _AltDigit:
+        _KEYS[f"\x1b{key.value[-1]}"] = (key,)
 
 
 def write_to_terminal(app: App[Any], sequence: str) -> None:

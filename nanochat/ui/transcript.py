@@ -20,6 +20,8 @@ CHUNK = 20
 """Messages that come when the view nears an end of those shown."""
 MAX_WINDOW = 90
 """Messages shown at most; those farthest from the view go first."""
+MAX_TRIES = 20
+"""Refreshes waited for until new messages have their places; a chat out of view gives them none."""
 
 
 class Transcript(VerticalScroll):
@@ -73,7 +75,7 @@ class Transcript(VerticalScroll):
         self._build(index - CHUNK // 2)
         self.release_anchor()
         self._is_moving = True
-        self.call_after_refresh(self._go_to_target)
+        self.call_after_refresh(self._go_to_target, MAX_TRIES)
 
     def show_turn(self, answer: Message) -> None:
         """A question and its answer to come were added at the end, or only another answer."""
@@ -143,13 +145,24 @@ class Transcript(VerticalScroll):
 
     # Where the view is
 
-    def _go_to_target(self) -> None:
+    def _go_to_target(self, tries: int) -> None:
+        target = next(
+            (
+                widget
+                for group in self._groups
+                for widget in group
+                if isinstance(widget, (UserMessage, AnswerMessage)) and widget.message is self._target
+            ),
+            None,
+        )
+        if target is not None and not target.virtual_region and tries:  # it has no place yet
+            self.call_after_refresh(self._go_to_target, tries - 1)
+            return
         self._is_moving = False
-        for group in self._groups:
-            for widget in group:
-                if isinstance(widget, (UserMessage, AnswerMessage)) and widget.message is self._target:
-                    self.scroll_to(y=widget.virtual_region.y - 1, animate=False, immediate=True)
-                    widget.add_class("-found")
+        if target is not None:
+            self.scroll_to(y=target.virtual_region.y - 1, animate=False, immediate=True)
+            target.add_class("-found")
+        self._look_soon()
 
     def _look_soon(self) -> None:
         if self._is_built and not self._is_moving:
@@ -186,13 +199,16 @@ class Transcript(VerticalScroll):
             self._groups += groups
         self._trim(at_top=not at_top)
 
-        def settle() -> None:
+        def settle(tries: int) -> None:
+            if not widgets[0].virtual_region and tries:
+                self.call_after_refresh(settle, tries - 1)
+                return
             self._is_moving = False
             if not is_following and fixed.is_attached:
                 self.scroll_to(y=fixed.virtual_region.y - offset, animate=False, immediate=True)
             self._look_soon()
 
-        self.call_after_refresh(settle)
+        self.call_after_refresh(settle, MAX_TRIES)
 
     def _first_in_view(self) -> Widget:
         for group in self._groups:

@@ -28,12 +28,10 @@ class Workspace:
         self.slots[chat.id] = min(range(NUM_TAB_COLOURS), key=lambda slot: (used.count(slot), slot))
         self.chats.append(chat)
 
-    def restore(self, chats: Sequence[Chat]) -> None:
-        """Put the last session's chats ahead of those that have been opened meanwhile."""
-        opened = list(self.chats)
-        for chat in chats:
-            self.add(chat)
-        self.chats = [*chats, *opened]
+    def reorder(self, chat_ids: Sequence[int]) -> None:
+        """Put the chats into this order; those that aren't named come last."""
+        places = {chat_id: place for place, chat_id in enumerate(chat_ids)}
+        self.chats.sort(key=lambda chat: places.get(chat.id, len(places)))
 
     def move(self, chat: Chat, place: int) -> None:
         """Move a chat to a place, counted from 1; those beyond the ends mean the ends."""

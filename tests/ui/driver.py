@@ -116,10 +116,11 @@ class Driver:
         await self.until(lambda: text in self.screen_text())
 
     def screen_text(self) -> str:
-        """What stands on the screen now, row by row."""
+        """What stands on the screen now, row by row; nothing before a new screen is drawn."""
         width, height = self.app.size
         lines = self.app.screen._compositor.render_strips()
-        assert len(lines) == height
+        if not self.app.screen.is_mounted or len(lines) != height:
+            return ""
         return "\n".join(strip.text[:width] for strip in lines)
 
 

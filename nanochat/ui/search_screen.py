@@ -1,0 +1,173 @@
+"""Searching all chats as the words are written; without words, the chats that were used last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import ClassVar
+
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Vertical
+from textual.content import Content
+from textual.message import Message
+from textual.screen import ModalScreen
+from textual.widgets import OptionList, Static
+from textual.widgets.option_list import Option
+
+from nanochat.errors import HistoryError
+from nanochat.history import History, SearchHit
+from nanochat.ui import formatting as fmt
+from nanochat.ui.line_input import LineInput
+from nanochat.ui.sanitize import sanitize_line
+
+LIMIT = 50
+"""Hits shown at most."""
+PAUSE_S = 0.08
+"""A search begins when nothing has been written for this long."""
+
+Ask = Callable[[History], list[SearchHit]]
+Read = Callable[[Ask, Callable[[list[SearchHit] | HistoryError], object]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A chat, and a message of it unless it is the title that was found; ids of the history."""
+
+    chat_id: int
+    message_id: int | None
+
+
+@dataclass
+class Answered(Message):
+    """What a search has found."""
+
+    number: int
+    """Which search: an answer to an earlier one than the last is of no use any more."""
+    result: list[SearchHit] | HistoryError
+
+
+class SearchScreen(ModalScreen[Found | None]):
+    """Gives what the user has chosen; None if nothing."""
+
+    BINDINGS: ClassVar = [Binding("escape,f9", "leave", show=False, priority=True)]
+
+    def __init__(self, read: Read, words: str = "") -> None:
+        """``read`` asks the history on a thread, and calls back there."""
+        super().__init__()
+        self._read = read
+        self._words = words
+        self._number = 0
+        self._hits: list[SearchHit] = []
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog search"):
+            yield LineInput(self._words, placeholder="Search all chats", compact=True)
+            hits = OptionList(markup=False, compact=True)
+            hits.can_focus = False
+            yield hits
+            yield Static("", id="state", markup=False)
+
+    def on_mount(self) -> None:
+        self._search()
+
+    def on_input_changed(self) -> None:
+        self._number += 1
+        number = self._number
+        self.set_timer(PAUSE_S, lambda: self._search() if number == self._number else None)
+
+    def on_input_submitted(self) -> None:
+        hits = self.query_one(OptionList)
+        if self._hits and hits.highlighted is not None:
+            self._choose(hits.highlighted)
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        self._choose(event.option_index)
+
+    def on_key(self, event: events.Key) -> None:
+        """The list's keys, while the words have the focus."""
+        moves = {"down": "cursor_down", "up": "cursor_up", "pagedown": "page_down", "pageup": "page_up"}
+        if event.key in moves:
+            event.stop()
+            event.prevent_default()
+            getattr(self.query_one(OptionList), f"action_{moves[event.key]}")()
+
+    def on_answered(self, event: Answered) -> None:
+        if event.number != self._number:
+            return
+        state, hits = self.query_one("#state", Static), self.query_one(OptionList)
+        if isinstance(event.result, HistoryError):
+            state.update(Content.styled(sanitize_line(str(event.result), 400), "$error"))
+            return
+        self._hits = event.result
+        hits.clear_options()
+        hits.add_options([Option(_shown(hit)) for hit in self._hits])
+        if self._hits:
+            hits.highlighted = 0
+        state.update(Content.styled(self._summary(), "$muted"))
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+    def _summary(self) -> str:
+        words = self.query_one(LineInput).value.strip()
+        if not words:
+            return "The chats used last. ↑ ↓ Enter opens one."
+        if not self._hits:
+            return "Nothing found: a message must have words that begin with all of these."
+        more = f"The first {LIMIT}" if len(self._hits) >= LIMIT else fmt.plural(len(self._hits), "hit")
+        return f"{more}, newest first. ↑ ↓ Enter opens the chat there."
+
+    def _search(self) -> None:
+        number, words = self._number, self.query_one(LineInput).value
+        ask: Ask = (lambda history: history.search(words, LIMIT)) if words.strip() else _recent
+        self._read(ask, lambda result: self.post_message(Answered(number, result)))
+
+    def _choose(self, index: int) -> None:
+        hit = self._hits[index]
+        self.dismiss(Found(hit.chat_id, hit.message_id))
+
+
+def _recent(history: History) -> list[SearchHit]:
+    return [
+        SearchHit(
+            chat_id=chat.id,
+            chat_title=chat.title,
+            message_id=None,
+            role=None,
+            created_at=chat.updated_at,
+            snippet="",
+            spans=(),
+        )
+        for chat in history.list_chats(LIMIT)
+    ]
+
+
+def _shown(hit: SearchHit) -> Content:
+    """A hit on two lines: where, and the words around it; or on one, if it is a title."""
+    date = f"{datetime.fromtimestamp(hit.created_at):%Y-%m-%d}" if 0 <= hit.created_at < 2**33 else ""
+    title = sanitize_line(hit.chat_title, 60) or "Untitled"
+    head = Content.styled(title, "bold") + Content.styled(f"  {date}", "$muted")
+    if hit.message_id is None:
+        return head
+    line = Content("").join(_pieces(hit))
+    return head + "\n" + Content.styled("you  " if hit.role == "user" else "     ", "$muted") + line
+
+
+def _pieces(hit: SearchHit) -> list[Content]:
+    """The snippet with the words found in another colour, each piece made harmless by itself."""
+    pieces, end = [], 0
+    for start, stop in hit.spans:
+        pieces.append(Content.styled(_line(hit.snippet[end:start]), "$muted"))
+        pieces.append(Content.styled(_line(hit.snippet[start:stop]), "$accent"))
+        end = stop
+    return [*pieces, Content.styled(_line(hit.snippet[end:]), "$muted")]
+
+
+def _line(text: str) -> str:
+    """Sanitised, with the spaces at its ends kept."""
+    inner = sanitize_line(text, 400)
+    head, tail = " " * text[:1].isspace(), " " * text[-1:].isspace()
+    return f"{head}{inner}{tail}" if inner else head

@@ -1,0 +1,136 @@
+"""Tabs: names, order, and ways to reach one that work in every terminal."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+import pytest
+import textual
+from textual._xterm_parser import XTermParser
+
+from nanochat.ui.tab_picker import TabPicker, TitleDialog
+from nanochat.ui.textual_private import let_alt_digits_through
+from tests.ui.driver import Driver, started
+
+
+def keys_of(sequence: str) -> list[str]:
+    """What Textual's parser makes of what a terminal sends."""
+    parser = XTermParser(debug=False)
+    events = list(parser.feed(sequence))
+    time.sleep(0.15)  # longer than it waits for the rest of a sequence
+    events += parser.tick()
+    return [event.key for event in events]  # type: ignore[attr-defined]
+
+
+def titles(driver: Driver) -> list[str]:
+    return [chat.title for chat in driver.app.main_screen.workspace.chats]
+
+
+async def with_tabs(driver: Driver, *names: str) -> None:
+    for number, name in enumerate(names):
+        if number:
+            await driver.press("ctrl+n")
+        await driver.say(f"/rename {name}")
+
+
+@pytest.mark.parametrize("digit", range(10))
+def test_alt_and_a_digit_is_a_key_and_no_character(digit: int) -> None:
+    """Most terminals send Escape and the digit, which Textual takes for a character to write."""
+    let_alt_digits_through()
+    assert keys_of(f"\x1b{digit}") == [f"alt+{digit}"]
+
+
+def test_the_private_table_is_where_this_version_has_it() -> None:
+    assert textual.__version__.startswith("8."), "check nanochat/ui/textual_private.py against this version"
+
+
+@pytest.mark.parametrize(
+    ("sequence", "key"),
+    [
+        ("\x07", "ctrl+g"),
+        ("\x1bOR", "f3"),
+        ("\x1bOS", "f4"),
+        ("\x1b[17~", "f6"),
+        ("\x1b[19~", "f8"),
+        ("\x1b[20~", "f9"),
+        ("\x1b[5;3~", "alt+pageup"),
+        ("\x1b[6;5~", "ctrl+pagedown"),
+        ("\x1b[1;3D", "alt+left"),
+    ],
+)
+def test_the_tabs_keys_come_through_as_xterm_sends_them(sequence: str, key: str) -> None:
+    assert keys_of(sequence) == [key]
+
+
+async def test_the_leader_key_and_a_digit_go_to_a_tab(tiny_llama: Path) -> None:
+    async with started(tiny_llama, hold=True) as driver:
+        await with_tabs(driver, "one", "two", "three")
+        for digit, title in (("1", "one"), ("3", "three"), ("2", "two")):
+            driver.app.simulate_key("ctrl+g")
+            driver.app.simulate_key(digit)  # at once: before the list is drawn
+            await driver.until(lambda: not isinstance(driver.app.screen, TabPicker))
+            assert driver.chat.title == title
+            assert driver.prompt.text == ""
+        await driver.press("ctrl+g", "9")
+        assert isinstance(driver.app.screen, TabPicker)
+
+
+async def test_the_picker_shows_all_tabs_moves_and_renames(tiny_llama: Path) -> None:
+    async with started(tiny_llama, hold=True) as driver:
+        await with_tabs(driver, "one", "two", "three")
+        await driver.press("ctrl+g")
+        await driver.until_seen("▸  3 three")
+        await driver.press("left", "left")
+        await driver.until_seen("▸  1 three")
+        await driver.press("down", "enter")
+        assert titles(driver) == ["three", "one", "two"]
+        assert driver.chat.title == "one"
+        await driver.press("ctrl+g", "up", "r")
+        await driver.until(lambda: isinstance(driver.app.screen, TitleDialog))
+        await driver.press("end", *"!", "enter")
+        assert titles(driver) == ["three!", "one", "two"]
+        await driver.press("ctrl+g", "escape")
+        assert driver.chat.title == "three!"
+        assert driver.prompt.has_focus
+
+
+async def test_commands_go_to_move_and_rename(tiny_llama: Path) -> None:
+    async with started(tiny_llama, hold=True) as driver:
+        await with_tabs(driver, "one", "two", "three")
+        await driver.say("/goto 1")
+        assert driver.chat.title == "one"
+        await driver.say("/move 3")
+        assert titles(driver) == ["two", "three", "one"]
+        await driver.press("alt+pageup")
+        assert titles(driver) == ["two", "one", "three"]
+        await driver.press("alt+pagedown", "alt+pagedown")
+        assert titles(driver) == ["two", "three", "one"]
+        for wrong in ("/goto 4", "/goto 0", "/move x"):
+            await driver.say(wrong)
+            await driver.until_told("from 1 to 3")
+        shown = driver.screen_text().split("\n")[1]
+        places = [shown.index(f"{number} {name}") for number, name in enumerate(titles(driver), 1)]
+        assert all(first < second for first, second in itertools.pairwise(places))
+        await driver.press("f8")
+        await driver.until(lambda: isinstance(driver.app.screen, TitleDialog))
+        await driver.press("home", *"My ", "enter")
+        assert driver.chat.title == "My one"
+
+
+async def test_names_and_order_are_back_on_the_next_start(tiny_llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "history.db"
+    async with started(tiny_llama, history=file) as driver:
+        for number, name in enumerate(("one", "two", "three")):
+            if number:
+                await driver.press("ctrl+n")
+            await driver.ask(name)
+        await driver.say("/rename [b]Last[/b] \x1b[2J")
+        await driver.say("/move 1")
+        await driver.press("ctrl+g", "2")
+        assert driver.chat.title == "one"
+    async with started(tiny_llama, history=file) as driver:
+        assert titles(driver) == ["[b]Last[/b] ␛[2J", "one", "two"]
+        assert driver.chat.title == "one"
+        await driver.until_seen("1 [b]Last[/b]")
