@@ -99,7 +99,7 @@ ACTIONS: tuple[Action, ...] = (
         Action("previous_branch", "Previous branch", "show the branch before this one", "alt+left"),
         Action("next_branch", "Next branch", "show the branch after this one", "alt+right"),
         Action("copy", "Copy", "the answer; or code 2, question, all; over ssh and in tmux too", "alt+c", "copy", argument="[WHAT]"),
-        Action("copy_code", "Copy code block", "the last one of the answer", "alt+b"),
+        Action("copy_code", "Copy code block", "the last one of the answer", "alt+k"),
         Action("drop_oldest", "Drop oldest turns", "leave out as many as the context needs, or a number", slash="drop", argument="[TURNS]"),
         Action("clear_chat", "Clear chat", "forget this chat's messages", slash="clear"),
     ),

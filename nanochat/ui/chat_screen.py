@@ -1,43 +1,32 @@
-"""The screen with the chats, as far as it shows them: tabs, panes, panel, and answers as they come.
+"""What comes from the engine: the model as it loads, answers as they come, and what they cost.
 
-State lives in :class:`Workspace` and its chats; the widgets only show it. The app hands over the bridge
-to the engine once the model is loaded; prompts sent earlier wait for that. What the user can do lies in
-:mod:`nanochat.ui.main_screen`.
+The app hands over the bridge to the engine once the model is loaded; prompts sent earlier wait for that.
+What the user can do lies in :mod:`nanochat.ui.main_screen`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from textual import events
-from textual.app import ComposeResult
-from textual.containers import Horizontal
 from textual.message import Message
-from textual.screen import Screen
 from textual.timer import Timer
-from textual.widgets import ContentSwitcher
 
 from nanochat.ui import formatting as fmt
-from nanochat.ui.archive import Archive, HistoryOpened
+from nanochat.ui.archive import Archive
 from nanochat.ui.bridge import AnswerEnded, AnswerGrew, AnswerRefused, AnswerStarted, Bridge
-from nanochat.ui.chat import Chat, NoteKind, Phase
-from nanochat.ui.chat_pane import ChatPane, pane_id
-from nanochat.ui.chrome import Header, KeyBar, LoadState, Welcome
+from nanochat.ui.chat import Chat, Phase
+from nanochat.ui.chrome import LoadState, Welcome
+from nanochat.ui.pane_screen import PaneScreen
 from nanochat.ui.sanitize import sanitize, sanitize_line
 from nanochat.ui.snapshots import busy_label, take_snapshot, update_phases
-from nanochat.ui.stats_panel import CONTEXT_WARNING, History, StatsLine, StatsPanel
-from nanochat.ui.tab_bar import TabBar
-from nanochat.ui.workspace import Workspace
+from nanochat.ui.stats_panel import CONTEXT_WARNING
 
 if TYPE_CHECKING:
     from nanochat.ui.context import DropOffer
 
 POLLS_PER_S = 25
 STATS_PER_S = 4
-PANEL_COLUMNS = 96
-"""A narrower screen, or one with fewer than ``PANEL_ROWS`` rows, has one line instead of the full panel."""
-PANEL_ROWS = 18
 DROP_ACTION = "drop_oldest"
 
 
@@ -50,11 +39,8 @@ class Refusal:
     offer: DropOffer
 
 
-PanelMode = Literal["full", "narrow", "line", "off"]
-
-
-class ChatScreen(Screen[None]):
-    """Shows the workspace. One for the app."""
+class ChatScreen(PaneScreen):
+    """The workspace, its model, and what the chats' answers are doing."""
 
     @dataclass
     class Refused(Message):
@@ -63,136 +49,20 @@ class ChatScreen(Screen[None]):
         chat: Chat
 
     def __init__(self, system: str | None, archive: Archive) -> None:
-        super().__init__()
-        self.archive = archive
-        self.workspace = Workspace(Chat(system=system))
-        self.bridge: Bridge | None = None
-        self.load_state = LoadState()
+        super().__init__(system, archive)
         self.refusals: dict[int, Refusal] = {}
         """By chat id: the last question that didn't fit, and what would make it fit."""
-        self.system = system
-        self.panel_mode: PanelMode | None = None
-        """What the user chose; None: what fits."""
-        self._history = History()
         self._live_timers: list[Timer] = []
-        # Kept rather than looked up: timers may still fire while the screen is being taken apart.
-        self._header = Header()
-        self._tab_bar = TabBar()
-        self._switcher = ContentSwitcher()
-        self._panel = StatsPanel(self._history)
-        self._stats_line = StatsLine(self._history)
-        self._panes: dict[int, ChatPane] = {}
-
-    def compose(self) -> ComposeResult:
-        yield self._header
-        yield self._tab_bar
-        with Horizontal(id="body"):
-            yield self._switcher
-            yield self._panel
-        yield self._stats_line
-        yield KeyBar()
 
     async def on_mount(self) -> None:
         self._live_timers = [
             self.set_interval(1 / POLLS_PER_S, self._poll, pause=True),
             self.set_interval(1 / STATS_PER_S, self.show_stats, pause=True),
         ]
-        self._choose_panel()
-        await self._add_pane(self.workspace.active)
-        self.show_active()
-        self.archive.open()
-
-    def on_resize(self, event: events.Resize) -> None:
-        self._choose_panel()
-
-    # Tabs and panes
-
-    async def open_chat(self, chat: Chat) -> None:
-        """Open a chat in a tab, and bring it into view once its pane is there."""
-        self.workspace.add(chat)
-        await self._add_pane(chat)
-        self.workspace.show(chat)
-        self.show_active()
-
-    async def restore(self, opened: HistoryOpened) -> None:
-        """The history is open: bring the last session's tabs back, and save what has been said meanwhile."""
-        self.archive.adopt(opened)
-        early = list(self.workspace.chats)
-        is_untouched = len(early) == 1 and not early[0].root.children and not self.pane(early[0]).has_draft
-        for chat in opened.tabs:
-            self._mark_reasoning(chat)
-            self.workspace.add(chat)
-            await self._add_pane(chat)
-        self.workspace.reorder([chat.id for chat in opened.tabs])
-        if opened.tabs and is_untouched:
-            first = early[0]
-            self.workspace.show(opened.in_view or opened.tabs[-1])
-            self.workspace.close(first)
-            await self.remove_pane(first)
-        for chat in self.workspace.chats:
-            self.archive.keep(chat)
-        self.show_order()
-        self.show_active()
-
-    def show_order(self) -> None:
-        """The tabs' order has changed."""
-        self._tab_bar.put_in_order([chat.id for chat in self.workspace.chats])
-        self.show_tabs()
-        self.save_tabs()
-
-    def save_tabs(self) -> None:
-        """Have the next start find the tabs as they are."""
-        self.archive.save_tabs(self.workspace.chats, self.workspace.active)
-
-    def _mark_reasoning(self, chat: Chat) -> None:
-        """An answer that was cut off before its reasoning was told from it: by the model of now."""
-        tags = self.bridge.reasoning_tags if self.bridge is not None else None
-        for message in chat.messages():
-            if message.is_interrupted and message.answer.tags is None:
-                message.answer.tags = tags
-
-    async def _add_pane(self, chat: Chat) -> None:
-        pane = self._panes[chat.id] = ChatPane(chat, self.workspace.slots[chat.id], Welcome(self.load_state))
-        self._tab_bar.add(chat.id)
-        await self._switcher.add_content(pane)
 
     async def remove_pane(self, chat: Chat) -> None:
-        """The workspace has closed a chat."""
-        self.archive.left(chat)
-        if self.bridge is not None:
-            self.bridge.forget(chat.id)
         self.refusals.pop(chat.id, None)
-        self._tab_bar.take_away(chat.id)
-        self.show_active()
-        await self._panes.pop(chat.id).remove()
-
-    def show_active(self) -> None:
-        """Bring the workspace's active chat into view."""
-        chat = self.workspace.active
-        self._switcher.current = pane_id(chat.id)
-        self.pane(chat).be_seen()
-        self.set_focus(self.pane(chat).prompt)  # at once: the next key may be waiting already
-        self.show_stats()
-        self.save_tabs()
-
-    def is_open(self, chat: Chat) -> bool:
-        """Whether the chat has its pane yet."""
-        return chat.id in self._panes
-
-    def pane(self, chat: Chat) -> ChatPane:
-        """The pane of an open chat."""
-        return self._panes[chat.id]
-
-    def tell(
-        self,
-        chat: Chat,
-        text: str,
-        kind: NoteKind = "information",
-        action_id: str = "",
-        action_label: str = "",
-    ) -> None:
-        """Say something in the chat it concerns, where it stays."""
-        self.pane(chat).show_note(chat.note(text, kind, action_id, action_label))
+        await super().remove_pane(chat)
 
     # Loading
 
@@ -362,34 +232,6 @@ class ChatScreen(Screen[None]):
         self._header.show(self.load_state, busy_label(stats))
         self.pane(workspace.active).update_live()
         self.show_tabs()
-
-    def show_tabs(self) -> None:
-        """Bring the tabs' badges up to date."""
-        workspace = self.workspace
-        self._tab_bar.show(workspace.chats, workspace.slots, workspace.active.id, workspace.marked)
-
-    # The panel's size
-
-    @property
-    def fitting_panel_modes(self) -> tuple[PanelMode, ...]:
-        """What F2 goes through on a screen of this size; the first is the default."""
-        width, height = self.size
-        if width >= PANEL_COLUMNS and height >= PANEL_ROWS:
-            return "full", "narrow", "off"
-        return "line", "narrow", "off"
-
-    def show_panel(self, mode: PanelMode | None) -> None:
-        """Set the panel's size; None: what fits."""
-        self.panel_mode = mode
-        self._choose_panel()
-        self.call_after_refresh(self.show_stats)
-
-    def _choose_panel(self) -> None:
-        modes = self.fitting_panel_modes
-        mode = self.panel_mode if self.panel_mode in modes else modes[0]
-        self._panel.display = mode in ("full", "narrow")
-        self._panel.set_class(mode == "narrow", "-narrow")
-        self._stats_line.display = mode == "line"
 
 
 def offer_text(offer: DropOffer) -> str:

@@ -132,5 +132,5 @@ def test_wrong_settings_are_refused_with_a_sentence(written: str) -> None:
 def test_settings_are_described(bridge: Bridge) -> None:
     text = describe(bridge.sampling_params({"seed": 1, "stop": ("\n",)}), {"seed": 1})
     assert "seed 1 (this chat)" in text
-    assert "stop '\\n'" in text
+    assert "stop \\n ·" in text
     assert "top_p 0.9 ·" in text

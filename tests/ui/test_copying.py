@@ -109,7 +109,7 @@ async def test_copy_takes_what_is_named(tiny_llama: Path) -> None:
         ):
             await driver.say(command)
             await driver.until(lambda expected=expected: driver.app.clipboard == expected)
-        await driver.press("alt+b")
+        await driver.press("alt+k")
         await driver.until(lambda: driver.app.clipboard == "last\n")
         await driver.say("/copy code 7")
         await driver.until_told("has 3 code blocks")

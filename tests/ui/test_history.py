@@ -172,11 +172,15 @@ class TestRestoring:
     async def test_a_text_typed_meanwhile_stays_in_view(self, tiny_llama: Path, file: Path) -> None:
         async with started(tiny_llama, history=file) as driver:
             await driver.ask("Old")
+        lock = sqlite3.connect(file, isolation_level=None)
+        lock.execute("BEGIN EXCLUSIVE")
         async with started(tiny_llama, history=file, hold=True, wait_for_history=False) as driver:
-            driver.prompt.insert("typed at once")
+            await driver.write("typed at once")
+            lock.execute("ROLLBACK")
             await driver.until(lambda: driver.app.main_screen.archive.history is not None)
             assert tabs(driver) == ["Old", "New chat"]
             assert driver.prompt.text == "typed at once"
+        lock.close()
 
     async def test_an_interrupted_answer_is_marked_and_can_be_continued(
         self, long_llama: Path, file: Path

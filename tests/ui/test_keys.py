@@ -89,12 +89,12 @@ def test_two_actions_can_change_places() -> None:
 
 
 async def test_remapped_keys_work_and_are_shown(tiny_llama: Path) -> None:
-    keys = {"new_chat": "ctrl+w", "close_chat": "ctrl+n", "fork_chat": "f9,ctrl+g", "jump_1": "ctrl+b"}
+    keys = {"new_chat": "ctrl+w", "close_chat": "ctrl+n", "fork_chat": "f12,ctrl+o", "jump_1": "ctrl+b"}
     async with started(tiny_llama, hold=True, keys=keys) as driver:
         chats = driver.app.main_screen.workspace.chats
         await driver.press("ctrl+w")
         assert len(chats) == 2
-        await driver.press("f9", "ctrl+g")
+        await driver.press("f12", "ctrl+o")
         assert len(chats) == 4
         await driver.press("ctrl+b")
         assert driver.chat is chats[0]

@@ -109,7 +109,7 @@ async def test_colours_can_be_switched(tiny_llama: Path) -> None:
         await driver.ask("Hello")
         await driver.say("/theme")
         assert driver.app.theme == "nanochat-light"
-        await driver.say("/theme")
+        await driver.say("/theme dark")
         assert driver.app.theme == "nanochat-dark"
 
 

@@ -1,0 +1,237 @@
+"""How quick the chat app is: its start with many chats, a long chat, search, typing, and what it costs the engine.
+
+    python benchmarks/ui.py                                  # the default model, 8 tabs
+    python benchmarks/ui.py --model FOLDER --seconds 20 --json results.json
+
+The real app runs over a real engine on a screen in memory of 120 x 36 characters; nothing is written to a
+terminal. A key's echo ends when the screen with the character has been drawn. The engine's rate is measured
+in turns with and without the app showing what comes, with the same prompts in the same cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.history import RARE, fill
+from nanochat.engine.config import EngineConfig, SamplingParams
+from nanochat.history import History
+from nanochat.ui.app import NanochatApp
+from nanochat.ui.search_screen import Found, SearchScreen
+from nanochat.ui.stage import Stage
+
+ENDLESS = {"max_tokens": 100_000, "ignore_eos": True, "temperature": 0.7, "seed": 1}
+SIZE = (120, 36)
+KEYS = 200
+PAUSE_S = 0.1
+"""Between two keys: a quick typist."""
+Session = Callable[[Stage], Awaitable[dict[str, float]]]
+
+
+async def drawn(app: NanochatApp) -> None:
+    """Wait until what has changed is on the screen."""
+    done = asyncio.Event()
+    app.screen.call_after_refresh(done.set)
+    await done.wait()
+
+
+async def wait_for(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+async def with_app(config: EngineConfig, file: Path | None, session: Session) -> dict[str, float]:
+    """Run the app, and something in it; adds how long it took until the history and the model were there."""
+    app = NanochatApp(config, sampling=ENDLESS, history_file=file)
+    start_s = time.perf_counter()
+    async with app.run_test(size=SIZE) as pilot:
+        stage = Stage(app, pilot)
+        await drawn(app)
+        painted_s = time.perf_counter() - start_s
+        await wait_for(lambda: app.main_screen.archive.history is not None)
+        await drawn(app)
+        figures = {
+            "first paint, ms": painted_s * 1e3,
+            "tabs are back, ms": (time.perf_counter() - start_s) * 1e3,
+        }
+        await stage.until_loaded()
+        figures |= await session(stage)
+    while not app.close_engine():
+        pass
+    return figures
+
+
+def saved_chats(longest_id: int) -> Session:
+    """Opening the longest chat, and searching."""
+
+    async def run(stage: Stage) -> dict[str, float]:
+        app, main = stage.app, stage.main
+        start_s = time.perf_counter()
+        main.open_saved(Found(longest_id, None))
+        await wait_for(lambda: main.chat.store_id == longest_id)
+        await drawn(app)
+        figures = {"open the longest chat, ms": (time.perf_counter() - start_s) * 1e3}
+        for name, words in (("rare word", RARE), ("common letters", "e t a")):
+            main.action_search(words)
+            await wait_for(lambda: isinstance(app.screen, SearchScreen))
+            start_s = time.perf_counter()
+            found: list[object] = []
+            main.archive.read(lambda history, words=words: history.search(words), found.append)
+            await wait_for(lambda found=found: found)
+            figures[f"search, {name}, ms"] = (time.perf_counter() - start_s) * 1e3
+            app.screen.dismiss(None)
+            await wait_for(lambda: app.screen is main)
+        return figures
+
+    return run
+
+
+def many_tabs(tabs: int, seconds: float) -> Session:
+    """Typing while all tabs answer, and the engine's rate with and without the app."""
+
+    async def run(stage: Stage) -> dict[str, float]:
+        for number in range(tabs):
+            if number:
+                await stage.new_tab()
+            stage.ask(f"Write a long story about a lighthouse, number {number}.")
+        await stage.until_said(5)
+        echo = await typing(stage)
+        with_app, without = [], []
+        for _ in range(2):
+            with_app.append(await shown_rate(stage, seconds))
+            await stop_all(stage)
+            without.append(await plain_rate(stage, tabs, seconds))
+            for chat in stage.main.workspace.chats:
+                stage.main.ask(chat, "Go on.")
+            await stage.until_said(5)
+        await stop_all(stage)
+        shown, plain = statistics.mean(with_app), statistics.mean(without)
+        return echo | {
+            "decode with the app, tok/s": shown,
+            "decode alone, tok/s": plain,
+            "share of the rate alone": shown / plain,
+        }
+
+    return run
+
+
+async def typing(stage: Stage) -> dict[str, float]:
+    prompt = stage.main.pane(stage.main.chat).prompt
+    times = []
+    for number in range(KEYS):
+        await asyncio.sleep(PAUSE_S)
+        before = len(prompt.text)
+        start_s = time.perf_counter()
+        stage.app.simulate_key("abcdefghij"[number % 10])
+        await wait_for(lambda before=before: len(prompt.text) > before)
+        await drawn(stage.app)
+        times.append((time.perf_counter() - start_s) * 1e3)
+    ordered = sorted(times)
+    return {
+        "echo p50, ms": statistics.median(times),
+        "echo p95, ms": ordered[int(0.95 * len(ordered))],
+        "echo max, ms": ordered[-1],
+    }
+
+
+async def shown_rate(stage: Stage, seconds: float) -> float:
+    bridge = stage.main.bridge
+    if bridge is None:
+        raise RuntimeError("the model isn't loaded")
+    before, start_s = bridge.engine.stats().generation_tokens, time.perf_counter()
+    await asyncio.sleep(seconds)
+    return (bridge.engine.stats().generation_tokens - before) / (time.perf_counter() - start_s)
+
+
+async def plain_rate(stage: Stage, tabs: int, seconds: float) -> float:
+    """The rate of as many requests that nobody shows; the app is idle meanwhile."""
+    bridge = stage.main.bridge
+    if bridge is None:
+        raise RuntimeError("the model isn't loaded")
+    engine = bridge.engine
+    handles = [
+        engine.submit(
+            [{"role": "user", "content": f"A long story, number {number}."}], SamplingParams(**ENDLESS)
+        )
+        for number in range(tabs)
+    ]
+    await wait_for(lambda: engine.stats().running == tabs)
+    await asyncio.sleep(0.3)
+    before, start_s = engine.stats().generation_tokens, time.perf_counter()
+    await asyncio.sleep(seconds)
+    rate = (engine.stats().generation_tokens - before) / (time.perf_counter() - start_s)
+    for handle in handles:
+        handle.cancel()
+    await wait_for(lambda: engine.stats().running == 0)
+    return rate
+
+
+async def stop_all(stage: Stage) -> None:
+    for chat in stage.main.workspace.busy:
+        if stage.main.bridge is not None:
+            stage.main.bridge.stop(chat.id)
+    await wait_for(lambda: not stage.main.workspace.busy)
+
+
+def make_history(folder: Path, chats: int, messages: int) -> tuple[Path, int]:
+    """A file of so many chats, the longest and seven others open in tabs."""
+    file = folder / "history.db"
+    with History(file) as history:
+        longest_id = fill(history, chats, messages)
+        others = [chat.id for chat in history.list_chats(7)]
+        history.save_tabs(others, others[0])
+    return file, longest_id
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="", help="default: the app's own")
+    parser.add_argument("--tabs", type=int, default=8)
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="length of each measurement of the engine"
+    )
+    parser.add_argument("--chats", type=int, default=1_000)
+    parser.add_argument("--messages", type=int, default=100_000)
+    parser.add_argument("--max-model-len", type=int, default=None)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args()
+    config = EngineConfig(model=options.model, max_model_len=options.max_model_len)
+    with tempfile.TemporaryDirectory() as name:
+        file, longest_id = make_history(Path(name), options.chats, options.messages)
+        results = {
+            f"{options.chats:,} saved chats": asyncio.run(with_app(config, file, saved_chats(longest_id))),
+            f"{options.tabs} tabs answering": asyncio.run(
+                with_app(config, None, many_tabs(options.tabs, options.seconds))
+            ),
+        }
+    machine: dict[str, Any] = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "model": options.model or "default",
+        "messages": options.messages,
+    }
+    print(" · ".join(f"{key} {value}" for key, value in machine.items()))
+    for title, figures in results.items():
+        print(title)
+        for figure, value in figures.items():
+            print(f"  {figure:34}{value:10.2f}")
+    if options.json is not None:
+        options.json.write_text(json.dumps({**machine, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
