@@ -101,13 +101,13 @@ async def test_remapped_keys_work_and_are_shown(tiny_llama: Path) -> None:
         await driver.press("ctrl+n")
         await driver.until(lambda: len(chats) == 3)
         await driver.until_seen("^W new")
-        await driver.until_seen("F9 fork")
+        await driver.until_seen("F12 fork")
         await driver.press("ctrl+f")  # now free for the prompt: deletes a word
         assert len(chats) == 3
-        assert "F9" in help_text(driver.app.actions).plain
+        assert "F12" in help_text(driver.app.actions).plain
         await driver.press("f1")
         assert isinstance(driver.app.screen, Help)
-        await driver.until_seen("F9")
+        await driver.until_seen("F12")
 
 
 async def test_the_key_that_sends_can_be_another(tiny_llama: Path) -> None:
