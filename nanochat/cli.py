@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from nanochat.commands import ask, config, demo, perplexity, simulate
+from nanochat.commands import ask, completion, config, demo, perplexity, simulate
 from nanochat.commands.options import EARLY, add_engine_options, engine_config
 from nanochat.errors import NanochatError
 from nanochat.visible import visible
@@ -18,6 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     parser = make_parser()
     args = parser.parse_args(argv)
+    if args.serve_web is not None and args.run is not _run_app:
+        parser.error("--serve-web has no effect on a command")
     _take_early_options(parser, args)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a "?" beats a traceback where the locale lacks a character
@@ -47,13 +49,21 @@ def make_parser() -> argparse.ArgumentParser:
         description="Chat with language models on your own machine, many at once. Without a command: the app.",
     )
     add_engine_options(parser, prefix=EARLY)
-    parser.set_defaults(run=_run_app)
+    parser.add_argument(
+        "--serve-web",
+        nargs="?",
+        const="",
+        metavar="HOST:PORT",
+        help="serve the app to browsers instead, at localhost:8000 by default (needs the extra web)",
+    )
+    parser.set_defaults(run=_run_app, parser=parser)
     commands = parser.add_subparsers(title="commands", metavar="")
     for name, module, summary in (
         ("ask", ask, "one answer on standard output"),
         ("perplexity", perplexity, "how well the model predicts a text, and what INT8 KV changes"),
         ("simulate", simulate, "the scheduler alone, without a model"),
         ("demo", demo, "a picture of the app with many chats answering"),
+        ("completion", completion, "complete commands and options in your shell"),
         ("config", config, "check the settings file, or print an example of it"),
     ):
         command = commands.add_parser(name, help=summary, description=module.__doc__)
@@ -73,6 +83,16 @@ def _take_early_options(parser: argparse.ArgumentParser, args: argparse.Namespac
             setattr(args, name, getattr(args, early))
 
 
+def app_options(args: argparse.Namespace) -> list[str]:
+    """The app's options as they were given, to start it again."""
+    options = []
+    for name, flag in args.engine_options.items():
+        if hasattr(args, name):
+            value = getattr(args, name)
+            options += [flag] if value is False else [f"{flag}={value}"]
+    return options
+
+
 def _abandon_output() -> None:
     """Write what can still be written; of the rest, Python would complain again when it flushes at exit."""
     try:
@@ -86,5 +106,9 @@ def _run_app(args: argparse.Namespace) -> int:
     from nanochat.ui.app import run_app
 
     settings, engine = engine_config(args)
+    if args.serve_web is not None:
+        from nanochat.ui.web import DEFAULT_ADDRESS, serve
+
+        return serve(args.serve_web or DEFAULT_ADDRESS, app_options(args))
     system = getattr(args, "system", settings.system)
     return run_app(engine, system=system, settings=settings)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from nanochat.ui.app import NanochatApp
 
 BAR_WIDTH = 32
+BETWEEN_KEYS = "   "
+ALWAYS_SHOWN = ("help", "command_palette")
+"""They lead to all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +130,28 @@ class KeyBar(Widget):
     can_focus = False
 
     def render(self) -> Content:
-        width, line = self.content_size.width, Content("")
-        for action in actions_of(self):
-            if not action.footer:
-                continue
-            key = Content.from_markup(
+        keys = [
+            Content.from_markup(
                 f"[@click=screen.do('{action.id}')][$accent]$key[/] $label[/]",
                 key=action.key_label,
                 label=action.footer,
             )
-            longer = line + "   " + key if line else key
-            if cell_len(longer.plain) <= width:
-                line = longer
-        return line
+            for action in fitting_keys(actions_of(self), self.content_size.width)
+        ]
+        return Content(BETWEEN_KEYS).join(keys)
+
+
+def fitting_keys(actions: Sequence[Action], width: int) -> list[Action]:
+    """The actions to show in a key bar of this width: the help in any case, the first ones of the rest."""
+    shown = [action for action in actions if action.footer and action.key_label]
+    room = width + len(BETWEEN_KEYS)
+    chosen: set[str] = set()
+    for action in sorted(shown, key=lambda action: action.id not in ALWAYS_SHOWN):
+        room -= cell_len(f"{action.key_label} {action.footer}{BETWEEN_KEYS}")
+        if room < 0:
+            break
+        chosen.add(action.id)
+    return [action for action in shown if action.id in chosen]
 
 
 def _key(action: Action) -> Content:

@@ -141,6 +141,7 @@ class ReasoningView(Static):
     def toggle(self) -> None:
         """Unfold or fold."""
         self._is_unfolded = not self._is_unfolded
+        self.set_class(self._is_unfolded, "-unfolded")
         self._draw()
 
     def _draw(self) -> None:

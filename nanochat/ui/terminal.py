@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nanochat.errors import NanochatError
+from nanochat.ui.web import is_in_browser
 
 MIN_COLUMNS = 40
 MIN_ROWS = 10
@@ -30,6 +31,8 @@ def check_terminal() -> None:
     Raises:
         UnfitTerminal: there is no terminal, it is too plain, or too small.
     """
+    if is_in_browser():
+        return
     if not sys.stdin.isatty() or _screen_descriptor() is None:
         raise UnfitTerminal(
             "The chat app needs a terminal for its input and output; in a pipe or script, "
@@ -49,7 +52,12 @@ def check_terminal() -> None:
 
 
 def _screen_descriptor() -> int | None:
-    """The terminal's output: where Textual writes, or standard output when that is redirected."""
+    """The terminal's output: where Textual writes, or standard output when that is redirected.
+
+    For a browser, Textual writes packets to standard output.
+    """
+    if is_in_browser():
+        return 1
     return next((descriptor for descriptor in (2, 1) if os.isatty(descriptor)), None)
 
 

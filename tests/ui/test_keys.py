@@ -16,6 +16,7 @@ from nanochat.settings import load_settings
 from nanochat.settings_example import example
 from nanochat.ui import keys as key_names
 from nanochat.ui.actions import ACTIONS, chosen_actions, find, remapped
+from nanochat.ui.chrome import fitting_keys
 from nanochat.ui.dialogs import Help, help_text
 from tests.ui.driver import started
 
@@ -143,3 +144,13 @@ def test_default_keys_arrive_from_plain_terminals() -> None:
     """Most terminals send Escape and the letter for Alt, and Textual takes some of these for other keys."""
     keys = {key for action in ACTIONS for key in key_names.split(action.keys)}
     assert not keys & {"alt+b", "alt+f", "alt+enter", "alt+tab", "alt+backspace", "ctrl+i", "ctrl+m"}
+
+
+@pytest.mark.parametrize("width", [0, 8, 20, 40, 78, 98, 118, 300])
+def test_the_key_bar_fits_and_shows_the_way_to_all_else_first(width: int) -> None:
+    shown = fitting_keys(ACTIONS, width)
+    assert len("   ".join(f"{action.key_label} {action.footer}" for action in shown)) <= width
+    ids = [action.id for action in shown]
+    assert ids == [action.id for action in ACTIONS if action.id in ids]
+    assert {"help", "command_palette"} <= set(ids) or width < 30
+    assert "new_chat" in ids or width < 40
