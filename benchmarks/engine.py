@@ -4,19 +4,25 @@ The model has the shape of Qwen3-0.6B and random weights made from a seed (``--s
 a CPU), so that nothing is downloaded. E1 is the offline batch that nano-vllm publishes: 256 requests of
 100 to 1,024 tokens in and out, temperature 0.6.
 
-    python benchmarks/engine.py --json benchmarks/results/engine.json
-    python benchmarks/engine.py --workload E3 --kv int8
+    PYTHONPATH=. python benchmarks/engine.py --json benchmarks/results/engine.json
+    PYTHONPATH=. python benchmarks/engine.py --engine nanochat --engine transformers
+    PYTHONPATH=. python benchmarks/engine.py --workload E3 --kv int8
+
+Besides throughput and latency it reports, for nanochat, what the host spends on a step (planning, building,
+launching, committing) and, where steps are recorded, what the device does (the last step, replayed).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +32,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.servers import Served, Server, TransformersBatching
 from nanochat import Engine, EngineConfig, SamplingParams
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -128,34 +135,97 @@ def _tensor_shapes(shape: dict[str, int]) -> dict[str, tuple[int, ...]]:
     return shapes | {"model.norm.weight": (hidden,)}
 
 
-def run(engine: Engine, workload: Workload, vocab_size: int, seed: int) -> dict[str, float]:
-    """Submit everything, wait for everything. TTFT is the mean over requests; rates are of the whole."""
+def draw_requests(workload: Workload, vocab_size: int, seed: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts and the numbers of tokens to generate."""
     rng = random.Random(seed)
     prompts = [
         [rng.randrange(vocab_size) for _ in range(rng.randint(*workload.tokens_in))]
         for _ in range(workload.requests)
     ]
-    outs = [rng.randint(*workload.tokens_out) for _ in range(workload.requests)]
+    return prompts, [rng.randint(*workload.tokens_out) for _ in range(workload.requests)]
+
+
+class Nanochat:
+    """This project's engine, with what its step thread spends on each step."""
+
+    def __init__(self, config: EngineConfig, max_steps_ahead: int | None) -> None:
+        self.engine = Engine(config, max_steps_ahead=max_steps_ahead)
+        self.about = {
+            "kv": self.engine.kv_dtype_name,
+            "options": {key: str(value) for key, value in asdict(config).items() if key != "model"},
+            "max_steps_ahead": self.engine._pipeline.max_steps_ahead,
+        }
+        self._host_s: list[float] = []
+        """Planning, building, launching and committing, added up, of each step since the last run began."""
+        pipeline, scheduler = self.engine._pipeline, self.engine._scheduler
+        # Methods of two objects are replaced by themselves and a clock: nothing of it is in the product.
+        pipeline.launch = self._timed(pipeline.launch, starts_step=True)  # type: ignore[method-assign]
+        scheduler.commit = self._timed(scheduler.commit)  # type: ignore[method-assign]
+
+    def _timed(self, call: Callable[..., Any], *, starts_step: bool = False) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            started = time.perf_counter()
+            result = call(*args)
+            spent = time.perf_counter() - started
+            if starts_step and result:
+                self._host_s.append(spent)
+            elif not starts_step and self._host_s:
+                self._host_s[-1] += spent
+            return result
+
+        return timed
+
+    def serve(self, prompts: list[list[int]], outs: list[int], temperature: float) -> list[Served]:
+        self._host_s.clear()
+        handles = [
+            self.engine.submit(
+                prompt, SamplingParams(temperature=temperature, max_tokens=out, ignore_eos=True, seed=index)
+            )
+            for index, (prompt, out) in enumerate(zip(prompts, outs, strict=True))
+        ]
+        outputs = [handle.result() for handle in handles]
+        return [Served(o.metrics.ttft_s or 0.0, len(o.token_ids), o.metrics.preemptions) for o in outputs]
+
+    def extras(self) -> dict[str, float]:
+        """Of the last run: the host's time a step, and the device's for the last recorded step."""
+        figures = {"host_us": statistics.median(self._host_s) * 1e6, "steps": float(len(self._host_s))}
+        graphs = self.engine._model.runner._graphs
+        if graphs is not None and graphs.last_run is not None:
+            figures["device_us"] = _replay_us(graphs.last_run.graph)
+        return figures
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph, repeats: int = 50) -> float:
+    """Microseconds of a recorded step, over and over on its last inputs; nothing may run meanwhile."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    start.record()
+    for _ in range(repeats):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / repeats
+
+
+def run(server: Server, workload: Workload, vocab_size: int, seed: int) -> dict[str, float]:
+    """Submit everything, wait for everything. TTFT is the mean over requests; rates are of the whole."""
+    prompts, outs = draw_requests(workload, vocab_size, seed)
     started = time.perf_counter()
-    handles = [
-        engine.submit(
-            prompt,
-            SamplingParams(temperature=workload.temperature, max_tokens=out, ignore_eos=True, seed=index),
-        )
-        for index, (prompt, out) in enumerate(zip(prompts, outs, strict=True))
-    ]
-    outputs = [handle.result() for handle in handles]
+    served = server.serve(prompts, outs, workload.temperature)
     wall_s = time.perf_counter() - started
-    ttft_s = statistics.mean(output.metrics.ttft_s or 0.0 for output in outputs)
-    last_ttft_s = max(output.metrics.ttft_s or 0.0 for output in outputs)
-    generated = sum(len(output.token_ids) for output in outputs)
+    last_ttft_s = max(each.ttft_s for each in served)
+    generated = sum(each.tokens for each in served)
     return {
         "wall_s": wall_s,
         "output_tok_s": generated / wall_s,
-        "ttft_ms": ttft_s * 1e3,
+        "ttft_ms": statistics.mean(each.ttft_s for each in served) * 1e3,
         "ttft_last_ms": last_ttft_s * 1e3,
-        "decode_tok_s": (generated - len(outputs)) / max(wall_s - last_ttft_s, 1e-9),
-        "preemptions": float(sum(output.metrics.preemptions for output in outputs)),
+        "decode_tok_s": (generated - len(served)) / max(wall_s - last_ttft_s, 1e-9),
+        "preemptions": float(sum(each.preemptions for each in served)),
+        **server.extras(),
     }
 
 
@@ -184,30 +254,49 @@ def main() -> None:
     parser.add_argument("--max-seqs", type=int, default=256)
     parser.add_argument("--max-batched-tokens", type=int, default=8192)
     parser.add_argument("--json", type=Path, help="write the report here")
+    parser.add_argument("--engine", choices=["nanochat", "transformers"], action="append", help="repeatable")
+    parser.add_argument("--steps-ahead", type=int, help="of nanochat: most steps in flight at once, less one")
+    parser.add_argument("--no-cuda-graphs", action="store_true", help="of nanochat")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    report: dict[str, Any] = {**hardware(), "shape": args.shape, "engines": {}}
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_random_model(Path(name) / "model", SHAPES[args.shape])
+        for engine in args.engine or ["nanochat"]:
+            report["engines"][engine] = measure(engine, folder, args)
+            if args.json is not None:
+                args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def measure(engine: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """All workloads on one engine."""
+    started = time.perf_counter()
+    server: Server
+    if engine == "transformers":
+        server = TransformersBatching(folder, args.max_seqs, args.max_batched_tokens)
+    else:
         config = EngineConfig(
-            model=str(write_random_model(Path(folder) / "model", SHAPES[args.shape])),
+            model=str(folder),
             kv_dtype=args.kv,
             max_num_seqs=args.max_seqs,
             max_num_batched_tokens=args.max_batched_tokens,
+            cuda_graphs=not args.no_cuda_graphs,
             prefix_caching=False,  # the prompts of repeated runs would otherwise be found in it
         )
-        started = time.perf_counter()
-        with Engine(config) as engine:
-            report: dict[str, Any] = {**hardware(), "shape": args.shape, "kv": engine.kv_dtype_name}
-            report["load_s"] = time.perf_counter() - started
-            report["options"] = {key: str(value) for key, value in asdict(config).items() if key != "model"}
-            report["workloads"] = {}
-            for name in args.workload or WORKLOADS:
-                workload, vocab_size = WORKLOADS[name], SHAPES[args.shape]["vocab_size"]
-                run(engine, workload, vocab_size, seed=0)  # compiles and warms up
-                runs = [run(engine, workload, vocab_size, seed) for seed in range(1, args.repeat + 1)]
-                median = {key: statistics.median(each[key] for each in runs) for key in runs[0]}
-                report["workloads"][name] = median
-                print(name, {key: round(value, 2) for key, value in median.items()}, flush=True)
-    if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        server = Nanochat(config, args.steps_ahead)
+    report: dict[str, Any] = {**server.about, "load_s": time.perf_counter() - started, "workloads": {}}
+    print(engine, f"loaded in {report['load_s']:.1f} s", flush=True)
+    for name in args.workload or WORKLOADS:
+        workload, vocab_size = WORKLOADS[name], SHAPES[args.shape]["vocab_size"]
+        run(server, workload, vocab_size, seed=0)  # compiles and warms up
+        runs = [run(server, workload, vocab_size, seed) for seed in range(1, args.repeat + 1)]
+        median = {key: statistics.median(each[key] for each in runs) for key in runs[0]}
+        report["workloads"][name] = median
+        print(engine, name, {key: round(value, 2) for key, value in median.items()}, flush=True)
+    server.close()
+    del server
+    gc.collect()
+    torch.cuda.empty_cache()  # for the next engine
+    return report
 
 
 if __name__ == "__main__":

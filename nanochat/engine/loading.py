@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from nanochat.engine.config import EngineConfig
-from nanochat.engine.decode_graphs import DecodeGraphs
 from nanochat.engine.device import choose_device, choose_dtype, free_cpu_bytes, is_out_of_memory
 from nanochat.engine.memory import (
     allocate_caches,
@@ -23,9 +22,13 @@ from nanochat.engine.models.resolve import resolve_model
 from nanochat.engine.models.weights import load_decoder
 from nanochat.engine.progress import Progress, ProgressCallback
 from nanochat.engine.runner import Runner
+from nanochat.engine.step_graphs import MAX_PREFILL_TOKENS, StepGraphs
 from nanochat.engine.tokenizer import default_sampling, eos_token_ids, load_tokenizer
 from nanochat.errors import InvalidOption, NotEnoughMemory
 from nanochat.kernels.cache import LayerCache
+
+GRAPH_BYTES = 128 * 2**20
+"""What recordings take beside the memory that their steps compute in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,13 @@ def _load(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
         num_blocks = choose_num_blocks(config, model, kv_dtype, free_bytes, device)
         max_model_len = choose_max_model_len(config, model, num_blocks)
         caches = allocate_caches(model, num_blocks, config.block_size, kv_dtype, device)
-        runner = Runner(decoder, caches, _graphs(config, model, decoder, caches, max_model_len))
+        if device.type == "cuda":
+            decoder.reserve_positions(max_model_len)  # later it would have to wait for the device
+        graphs = _graphs(config, model, decoder, caches, max_model_len)
+        runner = Runner(decoder, caches, graphs, max_num_seqs=config.max_num_seqs)
         runner.warm_up()
+        if graphs is not None:
+            graphs.record_common(lambda done, total: progress(Progress("Preparing the GPU", done, total)))
     return LoadedModel(
         name=resolved.name,
         folder=resolved.path,
@@ -97,14 +105,24 @@ def _load(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
     )
 
 
+def _has_graphs(config: EngineConfig, model: ModelConfig, device: torch.device) -> bool:
+    has_moe = any(layer.sparse for layer in model.layers)
+    return config.cuda_graphs and device.type == "cuda" and not has_moe
+
+
 def _graphs(
     config: EngineConfig, model: ModelConfig, decoder: Decoder, caches: list[LayerCache], max_model_len: int
-) -> DecodeGraphs | None:
-    """The decode steps' graphs, where there can be any; they are captured when first needed."""
-    has_moe = any(layer.sparse for layer in model.layers)
-    if not config.cuda_graphs or decoder.device.type != "cuda" or has_moe:
+) -> StepGraphs | None:
+    """Recorded steps, where there can be any."""
+    if not _has_graphs(config, model, decoder.device):
         return None
-    return DecodeGraphs(decoder, caches, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len)
+    return StepGraphs(
+        decoder,
+        caches,
+        max_num_seqs=config.max_num_seqs,
+        max_num_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
 
 
 def _free_bytes(config: EngineConfig, model: ModelConfig, decoder: Decoder, kv_dtype: torch.dtype) -> int:
@@ -112,12 +130,24 @@ def _free_bytes(config: EngineConfig, model: ModelConfig, decoder: Decoder, kv_d
     if decoder.device.type == "cpu":
         return free_cpu_bytes()
     num_tokens = min(config.max_num_batched_tokens, model.max_position_embeddings)
+    peak = _step_peak_bytes(config, model, decoder, kv_dtype, num_tokens)
+    if _has_graphs(config, model, decoder.device):
+        # Recorded steps keep their memory, beside what steps launched kernel by kernel need.
+        recorded = min(num_tokens, MAX_PREFILL_TOKENS)
+        peak += _step_peak_bytes(config, model, decoder, kv_dtype, recorded) + GRAPH_BYTES
+    return free_gpu_bytes(decoder.device, config.gpu_memory_utilization, peak)
+
+
+def _step_peak_bytes(
+    config: EngineConfig, model: ModelConfig, decoder: Decoder, kv_dtype: torch.dtype, num_tokens: int
+) -> int:
+    """Most memory that a step of so many tokens, and of as many rows as may be, takes beside the weights."""
     num_blocks = -(-num_tokens // config.block_size)
     before = torch.cuda.memory_allocated(decoder.device)
     torch.cuda.reset_peak_memory_stats(decoder.device)
     caches = allocate_caches(model, num_blocks, config.block_size, kv_dtype, decoder.device)
-    Runner(decoder, caches).warm_up(num_tokens)
+    Runner(decoder, caches, max_num_seqs=config.max_num_seqs).warm_up(num_tokens, config.max_num_seqs)
     peak = torch.cuda.max_memory_allocated(decoder.device) - before
     del caches
     torch.cuda.empty_cache()
-    return free_gpu_bytes(decoder.device, config.gpu_memory_utilization, peak)
+    return int(peak)

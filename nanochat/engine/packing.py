@@ -19,17 +19,26 @@ class Packing:
     """Where tensors of given shapes and types lie in a buffer, one after the other."""
 
     def __init__(self, fields: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
-        self._fields: list[tuple[int, int, tuple[int, ...], torch.dtype]] = []
+        self._fields: list[tuple[int, int, tuple[int, ...], torch.dtype, np.dtype]] = []
         self.num_bytes = 0
         for shape, dtype in fields:
             size = math.prod(shape) * dtype.itemsize
-            self._fields.append((self.num_bytes, size, shape, dtype))
+            numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
+            self._fields.append((self.num_bytes, size, shape, dtype, numpy_dtype))
             self.num_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The fields of ``buffer [num_bytes]`` uint8, in the order given."""
         return [
-            buffer[start : start + size].view(dtype).view(shape) for start, size, shape, dtype in self._fields
+            buffer[start : start + size].view(dtype).view(shape)
+            for start, size, shape, dtype, _ in self._fields
+        ]
+
+    def arrays(self, buffer: np.ndarray) -> list[np.ndarray]:
+        """The same of an array on the host, which costs a fifth."""
+        return [
+            buffer[start : start + size].view(dtype).reshape(shape)
+            for start, size, shape, _, dtype in self._fields
         ]
 
 
@@ -45,8 +54,8 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Ten
     """Each array as a tensor of its type on ``device``, by one asynchronous copy."""
     packing = Packing([(array.shape, torch.from_numpy(array).dtype) for array in arrays])
     host = host_buffer(packing.num_bytes, device)
-    for view, array in zip(packing.views(host), arrays, strict=True):
-        view.numpy()[...] = array
+    for view, array in zip(packing.arrays(host.numpy()), arrays, strict=True):
+        view[...] = array
     return packing.views(host.to(device, non_blocking=True))
 
 

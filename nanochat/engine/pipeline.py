@@ -24,7 +24,7 @@ from nanochat.engine.scheduler import Scheduler, StepPlan
 
 logger = logging.getLogger(__name__)
 
-GPU_STEPS_AHEAD = 0
+GPU_STEPS_AHEAD = 4
 """Decode steps queued behind the one that runs: some milliseconds in which the user's terminal may be drawn."""
 SMALLEST_RETRY = 16
 """Tokens of a step that is not made smaller when it runs out of memory: then its largest request ends."""

@@ -13,7 +13,6 @@ import torch
 
 from nanochat.engine.batch import StepBatch, build_batch, has_pending_ids
 from nanochat.engine.config import SamplingParams
-from nanochat.engine.decode_graphs import DecodeGraphs, is_replayable
 from nanochat.engine.models.decoder import Decoder
 from nanochat.engine.outputs import TokenLogprobs
 from nanochat.engine.packing import HostCopies, upload
@@ -21,6 +20,7 @@ from nanochat.engine.request import Request
 from nanochat.engine.sampler import SampledLogprobs, SampleOutput, sample
 from nanochat.engine.scheduler import ScheduledChunk, StepPlan
 from nanochat.engine.seats import Seats
+from nanochat.engine.step_graphs import StepGraphs
 from nanochat.kernels.cache import LayerCache
 
 MAX_NUM_SEQS = 64
@@ -38,9 +38,13 @@ class StepResult:
 class LaunchedStep:
     """A step on its way."""
 
-    def __init__(self, plan: StepPlan, output: SampleOutput | None) -> None:
-        """``output``, on the device, or None where nothing is sampled."""
+    def __init__(self, plan: StepPlan, output: SampleOutput | None, rows: np.ndarray | None = None) -> None:
+        """``output``, on the device, or None where nothing is sampled.
+
+        ``rows``: which of its rows are the plan's sampling chunks', if not all in order.
+        """
         self._plan = plan
+        self._rows = rows
         self._has_logprobs = output is not None and output.logprobs is not None
         tensors = [] if output is None else [output.token_ids]
         if output is not None and output.logprobs is not None:
@@ -57,7 +61,8 @@ class LaunchedStep:
         tensors = self._copies.wait()
         if not tensors:
             return StepResult([], [])
-        token_ids: list[int] = tensors[0][: len(self._plan.sampling)].tolist()
+        ids = tensors[0].numpy()
+        token_ids: list[int] = (ids if self._rows is None else ids[self._rows]).tolist()
         if not self._has_logprobs:
             return StepResult(token_ids, [None] * len(token_ids))
         return StepResult(token_ids, _logprob_rows(self._plan, token_ids, SampledLogprobs(*tensors[1:])))
@@ -70,18 +75,24 @@ class Runner:
         self,
         decoder: Decoder,
         caches: list[LayerCache],
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
         *,
         max_num_seqs: int = MAX_NUM_SEQS,
     ) -> None:
-        """``graphs``, of the same decoder and caches, run the plans that are replayable."""
+        """``graphs``, of the same decoder and caches, run the plans that fit them.
+
+        ``max_num_seqs``: most requests that run at once.
+        """
         self.decoder = decoder
         self._graphs = graphs
         self._caches = caches
         self._block_size = caches[0].block_size
-        self._seats = Seats(max_num_seqs)
         # By seat: the token that was sampled last. The next step finds it here before the host has heard of it.
-        self._last_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=decoder.device)
+        if graphs is not None:
+            self._seats, self._last_ids = graphs.seats, graphs.last_ids
+        else:
+            self._seats = Seats(max_num_seqs)
+            self._last_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=decoder.device)
 
     def run(self, plan: StepPlan) -> StepResult:
         """:meth:`launch`, and wait."""
@@ -92,8 +103,9 @@ class Runner:
 
         Ids that earlier steps sample and the host doesn't know yet are taken from where those left them.
         """
-        if self._graphs is not None and is_replayable(plan):
-            return LaunchedStep(plan, SampleOutput(self._graphs.run(plan), None))
+        if self._graphs is not None and (shape := self._graphs.shapes.fit(plan)) is not None:
+            token_ids, rows = self._graphs.run(plan, shape)
+            return LaunchedStep(plan, SampleOutput(token_ids, None), rows)
         batch = build_batch(plan, self._block_size, self.decoder.device)
         seats = self._seat_rows(plan)
         num_decodes = len(plan.decodes)

@@ -58,6 +58,12 @@ class SamplingArrays(NamedTuple):
     top_k: np.ndarray
 
     @classmethod
+    def blank(cls, count: int) -> SamplingArrays:
+        """Greedy entries."""
+        dtypes = (np.int64, np.int64, np.float32, np.float32, np.float32, np.float32, np.int32)
+        return cls(*(np.zeros(count, dtype=dtype) for dtype in dtypes))
+
+    @classmethod
     def from_requests(cls, requests: Sequence[Request], positions: Sequence[int]) -> SamplingArrays:
         """One entry a request; ``positions``: the index of the token to be sampled."""
         params = [request.params for request in requests]

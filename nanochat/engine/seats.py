@@ -1,7 +1,7 @@
 """Which row of the per-request state on the device each running request has, and what that row holds.
 
 A request keeps its seat from its first step to its last, so that what a step samples can be read by the next
-one on the device, and only what is new of a block table has to be sent. Knows nothing of torch or schedules.
+one on the device, and only what is new of a block table has to be sent. Knows nothing of schedules.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nanochat.engine.request import Request, RequestStatus
+from nanochat.engine.sampler import SamplingArrays
 from nanochat.engine.step_plan import ScheduledChunk
 
 
@@ -34,6 +35,8 @@ class Seats:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.sampling = SamplingArrays.blank(capacity + 1)
+        """How each seat's request is sampled, its positions aside. The entry after the last seat is greedy."""
         self._taken: dict[Request, Seat] = {}
         self._free = list(range(capacity - 1, -1, -1))
 
@@ -49,6 +52,9 @@ class Seats:
             seat = self._taken.get(request)
             if seat is None:
                 seat = self._taken[request] = Seat(self._find(chunks), request.num_preemptions)
+                own = SamplingArrays.from_requests([request], [0])
+                for all_seats, value in zip(self.sampling, own, strict=True):
+                    all_seats[seat.index] = value[0]
             elif seat.num_preemptions != request.num_preemptions:
                 seat = self._taken[request] = Seat(seat.index, request.num_preemptions)
             seats.append(seat)

@@ -14,12 +14,16 @@ import torch
 
 from nanochat.kernels import checks, cpu
 from nanochat.kernels.cache import AttentionBatch, LayerCache
+from nanochat.kernels.rows import StepRows, StepTokens
 
 __all__ = [
     "AttentionBatch",
     "LayerCache",
+    "StepRows",
+    "StepTokens",
     "attention",
     "decode_attention",
+    "expand_rows",
     "gelu_tanh_mul",
     "prefill_attention",
     "rms_norm",
@@ -36,6 +40,18 @@ def _backend(tensor: torch.Tensor) -> ModuleType:
     from nanochat.kernels import gpu  # it needs Triton, which a machine without a GPU may not have
 
     return gpu
+
+
+def expand_rows(
+    rows: StepRows, last_ids: torch.Tensor, block_tables: torch.Tensor, block_size: int
+) -> StepTokens:
+    """What a step's rows stand for, with what the device keeps for each of ``S`` seats.
+
+    ``last_ids [S]`` int64: the token that each seat sampled last. ``block_tables [S, M]`` int32: each seat's
+    block table, which gets the entries that it lacked. Rows that aren't padding have distinct seats, and what
+    each lacks is everything from ``first_new`` to the end of its context, if anything. Nothing is checked.
+    """
+    return _backend(last_ids).expand_rows(rows, last_ids, block_tables, block_size)
 
 
 def rms_norm(

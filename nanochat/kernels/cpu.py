@@ -10,11 +10,12 @@ import torch.nn.functional as F
 
 from nanochat.kernels.cache import LayerCache
 from nanochat.kernels.cpu_attention import attention, decode_attention, prefill_attention
-from nanochat.kernels.reference import FLOAT16_MAX, INT8_MAX, JUST_BELOW_HALF
+from nanochat.kernels.reference import FLOAT16_MAX, INT8_MAX, JUST_BELOW_HALF, expand_rows
 
 __all__ = [
     "attention",
     "decode_attention",
+    "expand_rows",
     "gelu_tanh_mul",
     "prefill_attention",
     "rms_norm",

@@ -10,10 +10,12 @@ from nanochat.kernels.attention_prefill import prefill_attention
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.kv_store import store_kv
 from nanochat.kernels.norm_rope import rms_norm, rope
+from nanochat.kernels.row_expansion import expand_rows
 
 __all__ = [
     "attention",
     "decode_attention",
+    "expand_rows",
     "gelu_tanh_mul",
     "prefill_attention",
     "rms_norm",

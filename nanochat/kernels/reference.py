@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from nanochat.kernels.cache import AttentionBatch, LayerCache
+from nanochat.kernels.rows import StepRows, StepTokens, allocate_tokens
 
 INT8_MAX = 127.0
 FLOAT16_MAX = 65504.0
@@ -185,3 +186,32 @@ def prefill_attention(
 ) -> torch.Tensor:
     """See `nanochat.kernels.prefill_attention`."""
     return attention(q, cache, batch, scale=scale, window=window, softcap=softcap)[batch.num_decodes :]
+
+
+def expand_rows(
+    rows: StepRows, last_ids: torch.Tensor, block_tables: torch.Tensor, block_size: int
+) -> StepTokens:
+    """See `nanochat.kernels.expand_rows`."""
+    tokens = allocate_tokens(rows, block_tables.shape[1])
+    tokens.input_ids.zero_()
+    tokens.positions.zero_()
+    tokens.slots.fill_(-1)
+    for row, context_len in enumerate(rows.context_lens.tolist()):
+        first, end = rows.query_starts[row : row + 2].tolist()
+        tokens.last_tokens[row] = max(end - 1, 0)
+        tokens.next_positions[row] = context_len
+        if context_len == 0:
+            continue
+        seat, first_new = int(rows.seats[row]), int(rows.first_new[row])
+        new_start, new_end = rows.new_starts[row : row + 2].tolist()
+        table = block_tables[seat]
+        table[first_new : first_new + new_end - new_start] = rows.new_blocks[new_start:new_end]
+        width = -(-context_len // block_size)
+        tokens.block_tables[row, :width] = table[:width]
+        ids = rows.token_ids[first:end].long()
+        tokens.input_ids[first:end] = torch.where(ids < 0, last_ids[seat], ids)
+        positions = torch.arange(context_len - (end - first), context_len, device=ids.device)
+        tokens.positions[first:end] = positions
+        blocks = table[positions // block_size].long()
+        tokens.slots[first:end] = blocks * block_size + positions % block_size
+    return tokens

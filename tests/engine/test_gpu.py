@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,13 @@ import torch
 
 from nanochat.engine.config import SamplingParams
 from nanochat.engine.engine import Engine
+from nanochat.engine.handle import RequestHandle
 from nanochat.engine.request import Request
 from nanochat.engine.step_plan import ScheduledChunk, StepPlan
 from tests.engine.conftest import MakeEngine
 from tests.engine.models.random_models import CASES, write_random_model
+from tests.engine.test_pipeline import KINDS
+from tests.engine.test_pipeline import answers as token_answers
 from tests.tiny_model import write_tokenizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -103,7 +108,92 @@ def test_graphs_change_no_token(make_engine: MakeEngine, options: dict[str, Any]
         assert mixed_answers(replaying, count) == mixed_answers(eager, count), count
     graphs = replaying._model.runner._graphs
     assert graphs is not None
-    assert len(graphs._steps) >= 3
+    assert {shape.prefill_rows > 0 for shape in graphs._recordings} == {True, False}
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_kv_blocks": 12, "max_num_seqs": 4}, {"kv_dtype": "int8"}], ids=str
+)
+def test_running_ahead_changes_no_token(
+    make_engine: MakeEngine, depth: int, cuda_graphs: bool, options: dict[str, Any]
+) -> None:
+    options = {**options, "device": "cuda", "cuda_graphs": cuda_graphs}
+    kinds = [*KINDS, {"repetition_penalty": 1.3}]
+    expected = token_answers(make_engine(max_steps_ahead=0, **options), kinds)
+    assert token_answers(make_engine(max_steps_ahead=depth, **options), kinds) == expected
+
+
+@pytest.mark.parametrize("depth", [0, 4])
+def test_random_events_lose_and_repeat_nothing(make_engine: MakeEngine, depth: int) -> None:
+    """Submissions and cancels at random moments: what is shown is always the beginning of the right answer."""
+    engine = make_engine(device="cuda", max_steps_ahead=depth, num_kv_blocks=60, max_num_seqs=8)
+    expected = [
+        engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
+        .result(300)
+        .token_ids
+        for prompt in PROMPTS
+    ]
+    rng = random.Random(depth)
+    running: list[tuple[int, int, RequestHandle]] = []
+    for _ in range(1000):
+        event = rng.random()
+        if event < 0.4 and len(running) < 12:
+            index, length = rng.randrange(len(PROMPTS)), rng.randint(1, 200)
+            params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+            running.append((index, length, engine.submit(PROMPTS[index], params)))
+        elif event < 0.6 and running:
+            rng.choice(running)[2].cancel()
+        elif event < 0.7:
+            time.sleep(0.001)
+        for entry in [entry for entry in running if entry[2].done]:
+            running.remove(entry)
+            check_answer(entry, expected)
+    for entry in running:
+        check_answer(entry, expected)
+
+
+def check_answer(entry: tuple[int, int, RequestHandle], expected: list[list[int]]) -> None:
+    index, length, handle = entry
+    output = handle.result(300)
+    if output.finish_reason == "length":
+        assert output.token_ids == expected[index][:length]
+    else:
+        assert output.finish_reason == "cancelled"
+        assert output.token_ids == expected[index][: len(output.token_ids)]
+    assert [token for event in handle.poll() for token in event.token_ids] == output.token_ids
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("params", [{}, {"logprobs": 2, "repetition_penalty": 1.2, "top_p": 0.9}], ids=str)
+def test_no_step_waits_for_the_device(
+    make_engine: MakeEngine, cuda_graphs: bool, params: dict[str, Any]
+) -> None:
+    runner = make_engine(device="cuda", cuda_graphs=cuda_graphs)._model.runner
+    sampling = SamplingParams(temperature=0.8, **params)
+    requests = [Request(-1, PROMPTS[n][:17], sampling, block_table=[4 * n, 4 * n + 1]) for n in range(3)]
+    prefills = [ScheduledChunk(request, 0, 16, samples=True) for request in requests]
+    decodes = [ScheduledChunk(request, 16, 1, samples=True) for request in requests]
+    plans = {
+        "prefill": StepPlan(0, (), tuple(prefills), ()),
+        "mixed": StepPlan(1, tuple(decodes[:2]), tuple(prefills[2:]), ()),
+        "decode": StepPlan(2, tuple(decodes), (), ()),
+    }
+    with torch.inference_mode():
+        for plan in plans.values():
+            runner.run(plan)  # compiles and records
+        for kind, plan in plans.items():
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                with torch.profiler.profile() as profile:
+                    launched = [runner.launch(plan) for _ in range(3)]
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            names = [event.key for event in profile.key_averages()]
+            assert "aten::_local_scalar_dense" not in names, kind
+            assert len(names) > 1, kind
+            assert len({tuple(step.collect().token_ids) for step in launched}) == 1, kind
 
 
 def test_steps_that_no_graph_covers_come_between_replays(make_engine: MakeEngine) -> None:

@@ -30,10 +30,12 @@ from nanochat.kernels import (
     attention_prefill_hopper,
     kv_store,
     norm_rope,
+    row_expansion,
     sampling,
     triton_utils,
 )
 from nanochat.kernels.cache import AttentionBatch, LayerCache
+from nanochat.kernels.rows import StepRows
 from nanochat.kernels.triton_utils import INTERPRETED, DeviceInfo
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="under the interpreter nothing is compiled")
@@ -278,4 +280,17 @@ def test_sampling(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
         sampling,
         "_sample_kernel",
         lambda: sampling.sample_tokens(torch.zeros(3, 1000), row, row.int(), row, row, long, long),
+    )
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_expand_rows(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+    ints = [torch.zeros(count, dtype=torch.int32) for count in (4, 4, 5, 4, 5, 9, 40)]
+    last_ids, tables = torch.zeros(5, dtype=torch.int64), torch.zeros(5, 7, dtype=torch.int32)
+    check_launches(
+        monkeypatch,
+        capability,
+        row_expansion,
+        "_expand_kernel",
+        lambda: row_expansion.expand_rows(StepRows(*ints), last_ids, tables, 16),
     )

@@ -1,0 +1,245 @@
+"""Whole steps as CUDA graphs: one launch from a plan's few numbers to sampled tokens, decodes and prefills alike.
+
+A step is recorded once for each of a set of shapes and replayed with the smallest that a plan fits, the rest
+of it padding: rows without context, and tokens of no row, which read and write no cache. The kernels read
+every length on the device, so that one recording serves every plan of its shape. A request's block table and
+last token stay on the device between steps. Knows nothing of schedules.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanochat import kernels
+from nanochat.engine.models.decoder import Decoder
+from nanochat.engine.sampler import sample
+from nanochat.engine.seats import Seats
+from nanochat.engine.step_inputs import StepInputs, StepShape, input_bytes
+from nanochat.engine.step_plan import StepPlan
+from nanochat.kernels.cache import AttentionBatch, LayerCache
+
+MAX_PREFILL_TOKENS = 4096
+"""Larger steps compute for longer than they take to launch kernel by kernel."""
+MIN_PREFILL_TOKENS = 32
+SHORT_CONTEXT = 4096
+"""Prefills of no longer contexts have shapes of their own: their attention is cut differently."""
+RECORDED_DECODES = 64
+RECORDED_TOKENS = 512
+"""Shapes up to these are recorded before the first request; others when they are first needed."""
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """Rows of steps that only decode, ascending: 1, 2, 4, multiples of 8, and ``max_num_seqs`` itself.
+
+    From 128 on the multiples grow with the size, so that padding stays within an eighth and any
+    ``max_num_seqs`` needs few recordings.
+    """
+    sizes, size = [], 1
+    while size < max_num_seqs:
+        sizes.append(size)
+        size = 2 * size if size < 8 else size + max(8, 1 << (size.bit_length() - 4))
+    return [*sizes, max_num_seqs]
+
+
+def row_sizes(max_num_seqs: int) -> list[int]:
+    """Rows of either kind in steps that prefill, ascending: 8, 32, 128, and so on to ``max_num_seqs``."""
+    sizes, size = [], 8
+    while size < max_num_seqs:
+        sizes.append(size)
+        size *= 4
+    return [*sizes, max_num_seqs]
+
+
+def token_sizes(max_tokens: int) -> list[int]:
+    """Prefill tokens of a step, ascending from 32: powers of two and the numbers half way between them."""
+    sizes, size = [], MIN_PREFILL_TOKENS
+    while size < max_tokens:
+        sizes.append(size)
+        between = size * 3 // 2
+        if size > MIN_PREFILL_TOKENS and between < max_tokens:
+            sizes.append(between)
+        size *= 2
+    return [*sizes, max_tokens]
+
+
+def _at_least(sizes: Sequence[int], needed: int) -> int:
+    return sizes[bisect_left(sizes, needed)]
+
+
+class Shapes:
+    """The shapes that plans of an engine are fitted into."""
+
+    def __init__(self, max_num_seqs: int, max_num_tokens: int, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self._decodes = decode_sizes(max_num_seqs)
+        self._rows = row_sizes(max_num_seqs)
+        self._tokens = token_sizes(min(max_num_tokens, MAX_PREFILL_TOKENS))
+
+    @property
+    def largest(self) -> StepShape:
+        rows = self._rows[-1]
+        return StepShape(rows, rows, self._tokens[-1], self._max_model_len)
+
+    def fit(self, plan: StepPlan) -> StepShape | None:
+        """The smallest shape for a plan; None if it can't be replayed.
+
+        That is one with too many tokens, a repetition penalty, or log-probabilities.
+        """
+        for chunk in plan.sampling:
+            params = chunk.request.params
+            if params.logprobs is not None or params.repetition_penalty != 1:
+                return None
+        num_decodes, num_prefills = len(plan.decodes), len(plan.prefills)
+        if not num_prefills:
+            return StepShape(_at_least(self._decodes, num_decodes), 0, 0, self._max_model_len)
+        num_tokens = plan.num_tokens - num_decodes
+        if num_tokens > self._tokens[-1]:
+            return None
+        context = max(chunk.start + chunk.length for chunk in plan.prefills)
+        return StepShape(
+            _at_least(self._rows, num_decodes) if num_decodes else 0,
+            _at_least(self._rows, num_prefills),
+            _at_least(self._tokens, num_tokens),
+            self._context_class(context),
+        )
+
+    def common(self) -> list[StepShape]:
+        """Those that most chats need."""
+        decodes = [n for n in self._decodes if n <= RECORDED_DECODES]
+        tokens = [n for n in self._tokens if n <= RECORDED_TOKENS]
+        context = self._context_class(1)
+        return [
+            *(StepShape(n, 0, 0, self._max_model_len) for n in decodes),
+            *(StepShape(0, self._rows[0], n, context) for n in tokens),
+        ]
+
+    def _context_class(self, context_len: int) -> int:
+        short = min(SHORT_CONTEXT, self._max_model_len)
+        return short if context_len <= short else self._max_model_len
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A step of one shape, ready to be replayed."""
+
+    inputs: StepInputs
+    graph: torch.cuda.CUDAGraph
+    token_ids: torch.Tensor
+
+
+class StepGraphs:
+    """A decoder's recorded steps on one device. They run on one stream, one after the other.
+
+    Only for models without :class:`~nanochat.engine.models.layers.MoE` layers, which read from the device.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        caches: list[LayerCache],
+        *,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        self.shapes = Shapes(max_num_seqs, max_num_tokens, max_model_len)
+        self._decoder = decoder
+        self._caches = caches
+        self._block_size = caches[0].block_size
+        self._recordings: dict[StepShape, Recording] = {}
+        self.last_run: Recording | None = None
+        """For whoever measures: what was replayed last."""
+        device = decoder.device
+        table_width = -(-max_model_len // self._block_size)
+        self.seats = Seats(max_num_seqs)
+        # One row a seat, and one more for padding.
+        self.last_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        self._tables = torch.zeros((max_num_seqs + 1, table_width), dtype=torch.int32, device=device)
+        # Steps never run at the same time, and none needs what another left behind: they share all memory.
+        num_bytes = input_bytes(self.shapes.largest, table_width)
+        self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        # Growing the rotary tables later would free those that a recording reads.
+        decoder.reserve_positions(max_model_len)
+        if device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(device)
+
+    def run(self, plan: StepPlan, shape: StepShape) -> tuple[torch.Tensor, np.ndarray]:
+        """Compute and sample a plan in a shape that it fits, as one launch once that shape is recorded.
+
+        Returns ``[R]`` int64 token ids on the device, which the next run may overwrite, and on the host which
+        of them are the plan's sampling chunks'. Call under ``torch.inference_mode()``.
+        """
+        recording = self._recordings.get(shape)
+        if recording is None:
+            recording = self._recordings[shape] = self._record(shape)
+        rows = recording.inputs.fill(plan, self.seats)
+        recording.graph.replay()
+        self.last_run = recording
+        return recording.token_ids, rows
+
+    def record_common(self, report: Callable[[int, int], None]) -> None:
+        """Record the shapes that most chats need; ``report`` is told how many are done, of how many."""
+        shapes = self.shapes.common()
+        for done, shape in enumerate(shapes):
+            report(done, len(shapes))
+            self._recordings[shape] = self._record(shape)
+        report(len(shapes), len(shapes))
+
+    def step(self, inputs: StepInputs) -> torch.Tensor:
+        """The step that is recorded: ``[R]`` int64 token ids, on the device."""
+        shape, rows = inputs.shape, inputs.rows
+        tokens = kernels.expand_rows(rows, self.last_ids, self._tables, self._block_size)
+        attention = AttentionBatch(
+            num_decodes=shape.decode_rows,
+            block_tables=tokens.block_tables,
+            context_lens=rows.context_lens,
+            query_starts=rows.query_starts,
+            max_query_len=max(1, shape.prefill_tokens),
+            max_context_len=shape.max_context_len,
+            scratch=inputs.scratch,
+        )
+        hidden = self._decoder.forward(
+            tokens.input_ids, tokens.positions, tokens.slots, attention, self._caches
+        )
+        if shape.prefill_rows:
+            hidden = hidden.index_select(0, tokens.last_tokens)
+        logits = self._decoder.compute_logits(hidden)
+        token_ids = sample(logits, inputs.sampling(tokens.next_positions)).token_ids
+        self.last_ids.scatter_(0, inputs.sampling_seats, token_ids)
+        return token_ids
+
+    def inputs(self, shape: StepShape) -> StepInputs:
+        """Inputs of a step of this shape, in the buffer that all share."""
+        return StepInputs(shape, self._buffer)
+
+    def _record(self, shape: StepShape) -> Recording:
+        """Record a step of padding alone, after one run of it that compiles and allocates what stays."""
+        device = self._decoder.device
+        current = torch.cuda.current_stream(device)
+        inputs = self.inputs(shape)
+        inputs.fill(StepPlan(0, (), (), ()), self.seats)
+        self.step(inputs)
+        self._stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # The matrix library's workspace of this stream must not come from a graph's memory.
+            self._decoder.compute_logits(torch.zeros_like(self._decoder.norm).unsqueeze(0))
+            # "thread_local": what other threads of the process do with the device meanwhile is no fault of
+            # ours. `torch.cuda.graph` would collect garbage and empty the allocator's cache each time.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                token_ids = self.step(inputs)
+            except BaseException:
+                with suppress(RuntimeError):  # which would hide what went wrong
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        current.wait_stream(self._stream)
+        return Recording(inputs, graph, token_ids)
