@@ -233,6 +233,8 @@ class Engine:
 
     def _take_inbox(self) -> bool:
         """Wait until there is something to do, and take in what has come; False once closed."""
+        if not self._scheduler.has_work:
+            self._deliver_collected()  # no launch follows
         with self._inbox_condition:
             if not self._has_news() and not self._scheduler.has_work:
                 self._idle()
@@ -263,8 +265,8 @@ class Engine:
     def _step(self) -> None:
         """Launch a step if the device has room for one, and collect the oldest if it is due.
 
-        Where a device computes by itself, tokens are delivered after the next launch: text can wait for that,
-        the device can't. On a CPU a launch computes the step, so there they are delivered before.
+        Where steps run ahead, tokens are delivered after the next launch: text can wait for that, the device
+        can't.
         """
         launched = self._pipeline.launch()
         self._deliver_collected()
@@ -272,7 +274,7 @@ class Engine:
         if self._collected is None and not launched:
             if self._scheduler.has_work:
                 raise RuntimeError("requests wait, nothing is in flight, and none can run")
-        elif self._model.device.type == "cpu":
+        elif not self._pipeline.max_steps_ahead:
             self._deliver_collected()
 
     def _deliver_collected(self) -> None:

@@ -189,7 +189,8 @@ class StepGraphs:
         shapes = self.shapes.common()
         for done, shape in enumerate(shapes):
             report(done, len(shapes))
-            self._recordings[shape] = self._record(shape)
+            if shape not in self._recordings:
+                self._recordings[shape] = self._record(shape)
         report(len(shapes), len(shapes))
 
     def step(self, inputs: StepInputs) -> torch.Tensor:
