@@ -9,7 +9,7 @@ a CPU), so that nothing is downloaded. E1 is the offline batch that nano-vllm pu
     PYTHONPATH=. python benchmarks/engine.py --workload E3 --kv int8
 
 Besides throughput and latency it reports, for nanochat, what the host spends on a step (planning, building,
-launching, committing) and, where steps are recorded, what the device does (the last step, replayed).
+launching, committing) and, on a GPU, the time from one step's end to the next's.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.servers import Served, Server, TransformersBatching
 from nanochat import Engine, EngineConfig, SamplingParams
+from nanochat.engine.loading import RECORDING_STAGE
 
 SHAPES: dict[str, dict[str, int]] = {
     "qwen3-0.6b": {
@@ -149,34 +151,55 @@ class Nanochat:
     """This project's engine, with what its step thread spends on each step."""
 
     def __init__(self, config: EngineConfig, max_steps_ahead: int | None) -> None:
-        self.engine = Engine(config, max_steps_ahead=max_steps_ahead)
+        stages: list[tuple[str, float]] = []
+        self.engine = Engine(
+            config,
+            max_steps_ahead=max_steps_ahead,
+            progress=lambda progress: stages.append((progress.stage, time.perf_counter())),
+        )
+        recording = [at for stage, at in stages if stage == RECORDING_STAGE]
         self.about = {
             "kv": self.engine.kv_dtype_name,
             "options": {key: str(value) for key, value in asdict(config).items() if key != "model"},
             "max_steps_ahead": self.engine._pipeline.max_steps_ahead,
+            "recording_s": recording[-1] - recording[0] if recording else 0.0,
         }
         self._host_s: list[float] = []
         """Planning, building, launching and committing, added up, of each step since the last run began."""
+        self._ends: list[torch.cuda.Event] = []
+        """On a GPU, when each of them was over."""
         pipeline, scheduler = self.engine._pipeline, self.engine._scheduler
         # Methods of two objects are replaced by themselves and a clock: nothing of it is in the product.
-        pipeline.launch = self._timed(pipeline.launch, starts_step=True)  # type: ignore[method-assign]
-        scheduler.commit = self._timed(scheduler.commit)  # type: ignore[method-assign]
+        pipeline.launch = self._timed_launch(pipeline.launch)  # type: ignore[method-assign]
+        scheduler.commit = self._timed_commit(scheduler.commit)  # type: ignore[method-assign]
 
-    def _timed(self, call: Callable[..., Any], *, starts_step: bool = False) -> Callable[..., Any]:
+    def _timed_launch(self, launch: Callable[[], bool]) -> Callable[[], bool]:
+        def timed() -> bool:
+            started = time.perf_counter()
+            launched = launch()
+            if launched:
+                self._host_s.append(time.perf_counter() - started)
+                if self.engine.device_name == "cuda":
+                    event = torch.cuda.Event(enable_timing=True)
+                    event.record()
+                    self._ends.append(event)
+            return launched
+
+        return timed
+
+    def _timed_commit(self, commit: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
             started = time.perf_counter()
-            result = call(*args)
-            spent = time.perf_counter() - started
-            if starts_step and result:
-                self._host_s.append(spent)
-            elif not starts_step and self._host_s:
-                self._host_s[-1] += spent
-            return result
+            accepted = commit(*args)
+            if self._host_s:
+                self._host_s[-1] += time.perf_counter() - started
+            return accepted
 
         return timed
 
     def serve(self, prompts: list[list[int]], outs: list[int], temperature: float) -> list[Served]:
         self._host_s.clear()
+        self._ends.clear()
         handles = [
             self.engine.submit(
                 prompt, SamplingParams(temperature=temperature, max_tokens=out, ignore_eos=True, seed=index)
@@ -187,27 +210,16 @@ class Nanochat:
         return [Served(o.metrics.ttft_s or 0.0, len(o.token_ids), o.metrics.preemptions) for o in outputs]
 
     def extras(self) -> dict[str, float]:
-        """Of the last run: the host's time a step, and the device's for the last recorded step."""
+        """Medians over the last run's steps: the host's time, and on a GPU from one step's end to the next's."""
         figures = {"host_us": statistics.median(self._host_s) * 1e6, "steps": float(len(self._host_s))}
-        graphs = self.engine._model.runner._graphs
-        if graphs is not None and graphs.last_run is not None:
-            figures["device_us"] = _replay_us(graphs.last_run.graph)
+        if len(self._ends) > 1:
+            torch.cuda.synchronize()
+            intervals = [start.elapsed_time(end) for start, end in pairwise(self._ends)]
+            figures["device_us"] = statistics.median(intervals) * 1e3
         return figures
 
     def close(self) -> None:
         self.engine.close()
-
-
-def _replay_us(graph: torch.cuda.CUDAGraph, repeats: int = 50) -> float:
-    """Microseconds of a recorded step, over and over on its last inputs; nothing may run meanwhile."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    start.record()
-    for _ in range(repeats):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3 / repeats
 
 
 def run(server: Server, workload: Workload, vocab_size: int, seed: int) -> dict[str, float]:

@@ -27,6 +27,8 @@ from nanochat.engine.tokenizer import default_sampling, eos_token_ids, load_toke
 from nanochat.errors import InvalidOption, NotEnoughMemory
 from nanochat.kernels.cache import LayerCache
 
+RECORDING_STAGE = "Preparing the GPU"
+"""The last stage of loading, where there is one."""
 GRAPH_BYTES = 128 * 2**20
 """What recordings take beside the memory that their steps compute in."""
 
@@ -88,7 +90,7 @@ def _load(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
         runner = Runner(decoder, caches, graphs, max_num_seqs=config.max_num_seqs)
         runner.warm_up()
         if graphs is not None:
-            graphs.record_common(lambda done, total: progress(Progress("Preparing the GPU", done, total)))
+            graphs.record_common(lambda done, total: progress(Progress(RECORDING_STAGE, done, total)))
     return LoadedModel(
         name=resolved.name,
         folder=resolved.path,

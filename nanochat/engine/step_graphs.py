@@ -24,7 +24,7 @@ from nanochat.engine.step_inputs import StepInputs, StepShape, input_bytes
 from nanochat.engine.step_plan import StepPlan
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 
-MAX_PREFILL_TOKENS = 4096
+MAX_PREFILL_TOKENS = 8192
 """Larger steps compute for longer than they take to launch kernel by kernel."""
 MIN_PREFILL_TOKENS = 32
 SHORT_CONTEXT = 4096
@@ -57,15 +57,13 @@ def row_sizes(max_num_seqs: int) -> list[int]:
 
 
 def token_sizes(max_tokens: int) -> list[int]:
-    """Prefill tokens of a step, ascending from 32: powers of two and the numbers half way between them."""
+    """Prefill tokens of a step, ascending from 32: powers of two and, the larger the more, numbers between."""
     sizes, size = [], MIN_PREFILL_TOKENS
     while size < max_tokens:
-        sizes.append(size)
-        between = size * 3 // 2
-        if size > MIN_PREFILL_TOKENS and between < max_tokens:
-            sizes.append(between)
+        parts = 1 if size == MIN_PREFILL_TOKENS else 2 if size < RECORDED_TOKENS else 4
+        sizes += [size + size * part // parts for part in range(parts)]
         size *= 2
-    return [*sizes, max_tokens]
+    return [*(size for size in sizes if size < max_tokens), max_tokens]
 
 
 def _at_least(sizes: Sequence[int], needed: int) -> int:
@@ -125,9 +123,7 @@ class Shapes:
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
-    """A step of one shape, ready to be replayed."""
-
+class _Recording:
     inputs: StepInputs
     graph: torch.cuda.CUDAGraph
     token_ids: torch.Tensor
@@ -152,9 +148,7 @@ class StepGraphs:
         self._decoder = decoder
         self._caches = caches
         self._block_size = caches[0].block_size
-        self._recordings: dict[StepShape, Recording] = {}
-        self.last_run: Recording | None = None
-        """For whoever measures: what was replayed last."""
+        self._recordings: dict[StepShape, _Recording] = {}
         device = decoder.device
         table_width = -(-max_model_len // self._block_size)
         self.seats = Seats(max_num_seqs)
@@ -178,10 +172,9 @@ class StepGraphs:
         """
         recording = self._recordings.get(shape)
         if recording is None:
-            recording = self._recordings[shape] = self._record(shape)
+            return self._record(shape, plan)
         rows = recording.inputs.fill(plan, self.seats)
         recording.graph.replay()
-        self.last_run = recording
         return recording.token_ids, rows
 
     def record_common(self, report: Callable[[int, int], None]) -> None:
@@ -190,7 +183,7 @@ class StepGraphs:
         for done, shape in enumerate(shapes):
             report(done, len(shapes))
             if shape not in self._recordings:
-                self._recordings[shape] = self._record(shape)
+                self._record(shape, StepPlan(0, (), (), ()))
         report(len(shapes), len(shapes))
 
     def step(self, inputs: StepInputs) -> torch.Tensor:
@@ -220,13 +213,13 @@ class StepGraphs:
         """Inputs of a step of this shape, in the buffer that all share."""
         return StepInputs(shape, self._buffer)
 
-    def _record(self, shape: StepShape) -> Recording:
-        """Record a step of padding alone, after one run of it that compiles and allocates what stays."""
+    def _record(self, shape: StepShape, plan: StepPlan) -> tuple[torch.Tensor, np.ndarray]:
+        """Run a plan launch by launch, which compiles and allocates what stays, and record the same meanwhile."""
         device = self._decoder.device
         current = torch.cuda.current_stream(device)
         inputs = self.inputs(shape)
-        inputs.fill(StepPlan(0, (), (), ()), self.seats)
-        self.step(inputs)
+        rows = inputs.fill(plan, self.seats)
+        sampled = self.step(inputs)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
@@ -243,4 +236,5 @@ class StepGraphs:
                 raise
             graph.capture_end()
         current.wait_stream(self._stream)
-        return Recording(inputs, graph, token_ids)
+        self._recordings[shape] = _Recording(inputs, graph, token_ids)
+        return sampled, rows

@@ -90,6 +90,8 @@ class TestShapes:
         assert self.fit([decode] * 3, []) == (4, 0, 0, 20_000)
         assert self.fit([], [chunk(33)]) == (0, 8, 64, 4096)
         assert self.fit([decode], [chunk(300), chunk(101)]) == (8, 8, 512, 4096)
+        assert self.fit([], [chunk(700)]) == (0, 8, 768, 4096)
+        assert self.fit([], [chunk(1025)]) == (0, 8, 1280, 4096)
         assert self.fit([decode] * 9, [chunk(9)] * 33) == (32, 40, 384, 4096)
         assert self.fit([], [chunk(2048, 3000)]) == (0, 8, 2048, 20_000)
         assert self.fit([], [chunk(2049)]) is None
