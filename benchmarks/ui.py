@@ -31,6 +31,7 @@ from nanochat.ui.search_screen import Found, SearchScreen
 from nanochat.ui.stage import Stage
 
 ENDLESS = {"max_tokens": 100_000, "ignore_eos": True, "temperature": 0.7, "seed": 1}
+GO_ON = "Go on."
 SIZE = (120, 36)
 KEYS = 200
 PAUSE_S = 0.1
@@ -104,7 +105,7 @@ def many_tabs(tabs: int, seconds: float) -> Session:
             if number:
                 await stage.new_tab()
             stage.ask(f"Write a long story about a lighthouse, number {number}.")
-        await stage.until_said(5)
+        await stage.until_said(20)
         echo = await typing(stage)
         with_app, without = [], []
         for _ in range(2):
@@ -112,8 +113,8 @@ def many_tabs(tabs: int, seconds: float) -> Session:
             await stop_all(stage)
             without.append(await plain_rate(stage, tabs, seconds))
             for chat in stage.main.workspace.chats:
-                stage.main.ask(chat, "Go on.")
-            await stage.until_said(5)
+                stage.main.ask(chat, GO_ON)
+            await stage.until_said(20)
         await stop_all(stage)
         shown, plain = statistics.mean(with_app), statistics.mean(without)
         return echo | {
@@ -145,6 +146,7 @@ async def typing(stage: Stage) -> dict[str, float]:
 
 
 async def shown_rate(stage: Stage, seconds: float) -> float:
+    """The engine's rate while the app shows the answers."""
     bridge = stage.main.bridge
     if bridge is None:
         raise RuntimeError("the model isn't loaded")
@@ -154,19 +156,21 @@ async def shown_rate(stage: Stage, seconds: float) -> float:
 
 
 async def plain_rate(stage: Stage, tabs: int, seconds: float) -> float:
-    """The rate of as many requests that nobody shows; the app is idle meanwhile."""
+    """The rate of the same chats' next answers when nobody shows them; the app is idle meanwhile."""
     bridge = stage.main.bridge
     if bridge is None:
         raise RuntimeError("the model isn't loaded")
     engine = bridge.engine
-    handles = [
-        engine.submit(
-            [{"role": "user", "content": f"A long story, number {number}."}], SamplingParams(**ENDLESS)
-        )
-        for number in range(tabs)
-    ]
+    handles = []
+    for chat in stage.main.workspace.chats:
+        messages = [
+            {"role": message.role, "content": message.output.text if message.output else message.text}
+            for message in chat.path
+        ]
+        prompt = [*messages, {"role": "user", "content": GO_ON}]
+        handles.append(engine.submit(prompt, SamplingParams(**ENDLESS)))
     await wait_for(lambda: engine.stats().running == tabs)
-    await asyncio.sleep(0.3)
+    await wait_for(lambda: all(row.state == "decode" for row in engine.stats().requests))
     before, start_s = engine.stats().generation_tokens, time.perf_counter()
     await asyncio.sleep(seconds)
     rate = (engine.stats().generation_tokens - before) / (time.perf_counter() - start_s)

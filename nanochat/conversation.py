@@ -87,6 +87,11 @@ class Conversation:
         return tuple(self._messages)
 
     @property
+    def has_template(self) -> bool:
+        """Whether the model has a chat template; without one, it goes on with the text as it stands."""
+        return not self._template.is_plain
+
+    @property
     def reasoning_tags(self) -> tuple[str, str] | None:
         """What encloses the model's reasoning in its answers; None without any."""
         return self._template.reasoning_tags

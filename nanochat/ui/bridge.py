@@ -149,6 +149,11 @@ class Bridge:
         """What encloses the model's reasoning; None for a model without any."""
         return self._contexts.reasoning_tags
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the model was made to chat."""
+        return self._contexts.has_template
+
     def track(self, chat_id: int, handle: RequestHandle, partial: RequestOutput | None = None) -> None:
         """Poll this handle from now on; its output goes on from ``partial``."""
         self._live[chat_id] = _Live(handle, Sanitizer(), partial)

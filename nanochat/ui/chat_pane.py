@@ -81,18 +81,23 @@ class ChatPane(Vertical):
         """Give an unsent text back, ahead of what has been written since."""
         self._prompt.take(f"{text}\n{self._prompt.full_text}" if self.has_draft else text)
 
-    def show_editing(self) -> None:
-        """Put the message that is being edited into the prompt; or, when none is, what stood there before."""
-        message = self.chat.editing
-        if message is not None:
-            if self._prompt.border_title is None:
-                self._set_aside = self._prompt.full_text
-            self._prompt.border_title = EDITING
-            self._prompt.take(message.text)
-        elif self._prompt.border_title is not None:
-            self._prompt.border_title = None
-            self._prompt.take(self._set_aside)
-            self._set_aside = ""
+    def begin_edit(self, text: str) -> None:
+        """Put a message's text into the prompt to be edited; what stood there waits."""
+        if self._prompt.border_title is None:
+            self._set_aside = self._prompt.full_text
+        self._prompt.border_title = EDITING
+        self._prompt.take(text)
+
+    def end_edit(self, *, is_given_up: bool = False) -> None:
+        """The message was sent, or the edit given up: what stood in the prompt before is back."""
+        if self._prompt.border_title is None:
+            return
+        self._prompt.border_title = None
+        if is_given_up:
+            self._prompt.take()
+        if self._set_aside:
+            self.restore_prompt(self._set_aside)
+        self._set_aside = ""
 
     def withdraw_draft(self, text: str) -> None:
         """Empty the prompt if it still holds this text."""

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 POLLS_PER_S = 25
 STATS_PER_S = 4
 DROP_ACTION = "drop_oldest"
+NO_TEMPLATE = (
+    "This model has no chat template: it was not made to chat, and goes on with your text rather than answer it. "
+    "A model with Instruct or Chat in its name will do better."
+)
+NO_TEMPLATE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,8 @@ class ChatScreen(PaneScreen):
         self.bridge = bridge
         engine = bridge.engine
         self.archive.model = engine.model_name
+        if not bridge.has_template:
+            self.notify(NO_TEMPLATE, severity="warning", timeout=NO_TEMPLATE_S, markup=False)
         for chat in self.workspace.chats:
             self._mark_reasoning(chat)
         name = sanitize_line(engine.model_name)

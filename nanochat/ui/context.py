@@ -74,8 +74,11 @@ class Contexts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._kept: dict[int, _Kept] = {}
-        self.reasoning_tags = Conversation(tokenizer).reasoning_tags
+        empty = Conversation(tokenizer)
+        self.reasoning_tags = empty.reasoning_tags
         """What encloses the model's reasoning in its answers; None without any."""
+        self.has_template = empty.has_template
+        """Whether the model was made to chat."""
 
     def prepare(self, prompt: Prompt) -> Prepared:
         """All that submitting needs. Errors are those of :meth:`prompt_ids`."""

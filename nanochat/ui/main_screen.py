@@ -48,38 +48,42 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
         call = parse_slash(event.text)
         if call is None:
             text = event.text
-            self.ask(event.pane.chat, text[1:] if text.startswith("//") else text)
-        elif call.action is None:
+            if not self.ask(event.pane.chat, text[1:] if text.startswith("//") else text):
+                event.pane.restore_prompt(text)
+            return
+        if call.action is None:
             self.notify(
                 f"There is no command /{sanitize_line(call.name, 30)}; /help lists them.",
                 severity="warning",
                 markup=False,
             )
+            event.pane.restore_prompt(event.text)
         elif call.argument and not call.action.argument:
             self.notify(f"/{call.name} takes nothing after it.", severity="warning", markup=False)
+            event.pane.restore_prompt(event.text)
         else:
-            event.pane.take_prompt()
             if event.pane.chat is not self.chat:  # another tab was chosen while this was on its way
                 self._show(event.pane.chat)
             await self.run_named(call.action, call.argument)
 
     # Asking
 
-    def ask(self, chat: Chat, text: str) -> None:
-        """Send a message, unless an answer is still under way."""
+    def ask(self, chat: Chat, text: str) -> bool:
+        """Send a message; False, and the user is told, where an answer is under way or no model is there."""
         if self.load_state.error is not None:
             self.tell(chat, sanitize_line(self.load_state.error, 1_000), "error")
         elif chat.is_busy:
             self.notify("This chat is still answering; Esc stops it. Your message stays in the prompt.")
         else:
-            self.pane(chat).take_prompt()
             self._ask(chat, text)
             self.echo(chat, text)
+            return True
+        return False
 
     def _ask(self, chat: Chat, text: str) -> None:
         pane = self.pane(chat)
         pane.show_turn(chat.ask(text))
-        pane.show_editing()
+        pane.end_edit()
         self.send(chat)
 
     def action_stop(self) -> None:
@@ -91,7 +95,7 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
             self.bridge.stop(chat.id)
         elif chat.editing is not None:
             chat.editing = None
-            self.pane(chat).show_editing()
+            self.pane(chat).end_edit(is_given_up=True)
 
     def action_again(self) -> None:
         chat = self.chat
@@ -137,7 +141,7 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
             self.notify("Stop the answer first (Esc), then edit a message.")
             return
         self.chat.editing = message
-        self.pane(self.chat).show_editing()
+        self.pane(self.chat).begin_edit(message.text)
 
     def action_drop_oldest(self, argument: str = "") -> None:
         """Leave out the given number of turns, or what the last refusal offered, and send what it refused."""
@@ -221,7 +225,7 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
             if agreed and chat in self.workspace.chats:
                 chat.clear()
                 self.archive.cleared(chat)
-                self.pane(chat).show_editing()
+                self.pane(chat).end_edit(is_given_up=True)
                 self.pane(chat).show_path()
                 self.show_stats()
 

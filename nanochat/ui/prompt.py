@@ -52,9 +52,14 @@ class Prompt(TextArea):
         self.move_cursor(self.document.end)
 
     def action_send(self) -> None:
-        """Send what is there, unless it is nothing but blanks."""
+        """Send what is there, unless it is nothing but blanks.
+
+        The prompt is empty at once, so that what is typed next is a text of its own; whoever can't take
+        the text gives it back.
+        """
         text = self.full_text.strip()
         if text:
+            self.take()
             self.post_message(self.Submitted(text))
 
     def action_new_line(self) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from nanochat.settings import Preset
     from nanochat.ui.app import NanochatApp
 
+THINKING: dict[str, bool | None] = {"on": True, "off": False, "default": None}
+
 
 class SettingsActions(ChatScreen):
     """The actions of the group Settings, for the chat in view."""
@@ -73,6 +75,24 @@ class SettingsActions(ChatScreen):
             self.configure(chat, chat.system, changed)
         except InvalidOption as error:
             self.tell(chat, sanitize_line(str(error), 400), "error")
+
+    def action_think(self, argument: str = "") -> None:
+        """Whether the model is asked to reason, and whether earlier reasoning stays in the context."""
+        chat, wanted = self.workspace.active, argument.lower()
+        if wanted in THINKING:
+            chat.enable_thinking = THINKING[wanted]
+        elif wanted in ("keep", "drop"):
+            chat.keep_reasoning = wanted == "keep"
+        elif wanted:
+            self.notify("/think takes on, off, default, keep or drop.", severity="warning")
+            return
+        self.archive.configure(chat)
+        if self.bridge is not None and self.bridge.reasoning_tags is None:
+            self.tell(chat, "This model has no reasoning of its own; /think changes nothing for it.")
+            return
+        asked = {True: "on", False: "off", None: "as the model's template has it"}[chat.enable_thinking]
+        kept = "stays in the context" if chat.keep_reasoning else "is left out where the template does so"
+        self.tell(chat, f"From the next message on: reasoning {asked}; earlier reasoning {kept}.")
 
     def action_preset(self, argument: str = "") -> None:
         """Take a preset's settings, and nothing of the chat's own; without a name, say which there are."""

@@ -321,3 +321,15 @@ async def test_quitting_while_many_chats_answer(long_llama: Path) -> None:
         await driver.press("ctrl+q")
         await driver.until(lambda: not driver.app.is_running)
         assert driver.app.return_code == 0
+
+
+async def test_what_is_typed_right_after_enter_is_a_text_of_its_own(tiny_llama: Path) -> None:
+    async with started(tiny_llama) as driver:
+        names = {"\r": "enter", " ": "space", "/": "slash"}
+        for character in "/rename A\rhello\rnext":
+            driver.app.post_message(events.Key(names.get(character, character), character))
+        await driver.until(lambda: driver.chat.path)
+        await driver.until_idle()
+        assert driver.chat.title == "A"
+        assert [message.text for message in driver.chat.path if message.role == "user"] == ["hello"]
+        assert driver.prompt.text == "next"
