@@ -22,7 +22,7 @@ from nanochat.engine.models.resolve import resolve_model
 from nanochat.engine.models.weights import load_decoder
 from nanochat.engine.progress import Progress, ProgressCallback
 from nanochat.engine.runner import Runner
-from nanochat.engine.step_graphs import MAX_PREFILL_TOKENS, StepGraphs
+from nanochat.engine.step_graphs import MAX_PREFILL_TOKENS, StepGraphs, state_bytes
 from nanochat.engine.tokenizer import default_sampling, eos_token_ids, load_tokenizer
 from nanochat.errors import InvalidOption, NotEnoughMemory
 from nanochat.kernels.cache import LayerCache
@@ -137,6 +137,8 @@ def _free_bytes(config: EngineConfig, model: ModelConfig, decoder: Decoder, kv_d
         # Recorded steps keep their memory, beside what steps launched kernel by kernel need.
         recorded = min(num_tokens, MAX_PREFILL_TOKENS)
         peak += _step_peak_bytes(config, model, decoder, kv_dtype, recorded) + GRAPH_BYTES
+        longest = config.max_model_len or model.max_position_embeddings
+        peak += state_bytes(config.max_num_seqs, -(-longest // config.block_size))
     return free_gpu_bytes(decoder.device, config.gpu_memory_utilization, peak)
 
 

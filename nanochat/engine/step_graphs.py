@@ -29,6 +29,8 @@ MAX_PREFILL_TOKENS = 8192
 MIN_PREFILL_TOKENS = 32
 SHORT_CONTEXT = 4096
 """Prefills of no longer contexts have shapes of their own: their attention is cut differently."""
+MAX_RECORDINGS = 96
+"""More than that are not kept: the one that was needed longest ago goes."""
 RECORDED_DECODES = 64
 RECORDED_TOKENS = 512
 """Shapes up to these are recorded before the first request; others when they are first needed."""
@@ -64,6 +66,11 @@ def token_sizes(max_tokens: int) -> list[int]:
         sizes += [size + size * part // parts for part in range(parts)]
         size *= 2
     return [*(size for size in sizes if size < max_tokens), max_tokens]
+
+
+def state_bytes(max_num_seqs: int, table_width: int) -> int:
+    """What :class:`StepGraphs` keeps on the device beside recordings, about: block tables of seats, rows and new entries."""
+    return 4 * table_width * (max_num_seqs + 1) * 5
 
 
 def _at_least(sizes: Sequence[int], needed: int) -> int:
@@ -170,9 +177,10 @@ class StepGraphs:
         Returns ``[R]`` int64 token ids on the device, which the next run may overwrite, and on the host which
         of them are the plan's sampling chunks'. Call under ``torch.inference_mode()``.
         """
-        recording = self._recordings.get(shape)
+        recording = self._recordings.pop(shape, None)
         if recording is None:
             return self._record(shape, plan)
+        self._recordings[shape] = recording  # the last one in order of use
         rows = recording.inputs.fill(plan, self.seats)
         recording.graph.replay()
         return recording.token_ids, rows
@@ -217,6 +225,9 @@ class StepGraphs:
         """Run a plan launch by launch, which compiles and allocates what stays, and record the same meanwhile."""
         device = self._decoder.device
         current = torch.cuda.current_stream(device)
+        if len(self._recordings) >= MAX_RECORDINGS:
+            current.synchronize()  # it may be running
+            del self._recordings[next(iter(self._recordings))]
         inputs = self.inputs(shape)
         rows = inputs.fill(plan, self.seats)
         sampled = self.step(inputs)

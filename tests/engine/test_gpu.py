@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from nanochat.engine import step_graphs
 from nanochat.engine.config import SamplingParams
 from nanochat.engine.engine import Engine
 from nanochat.engine.handle import RequestHandle
@@ -109,6 +110,17 @@ def test_graphs_change_no_token(make_engine: MakeEngine, options: dict[str, Any]
     graphs = replaying._model.runner._graphs
     assert graphs is not None
     assert {shape.prefill_rows > 0 for shape in graphs._recordings} == {True, False}
+
+
+def test_few_recordings_will_do(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_graphs, "MAX_RECORDINGS", 2)
+    engine = make_engine(device="cuda")
+    eager = make_engine(device="cuda", cuda_graphs=False)
+    for count in (1, 5, 3, 9):
+        assert mixed_answers(engine, count) == mixed_answers(eager, count)
+    graphs = engine._model.runner._graphs
+    assert graphs is not None
+    assert len(graphs._recordings) == 2
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])

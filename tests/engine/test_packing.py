@@ -33,3 +33,10 @@ def test_fields_do_not_overlap() -> None:
     for number, view in enumerate(packing.views(buffer), start=1):
         view.fill_(number)
     assert [view.unique().tolist() for view in packing.views(buffer)] == [[1], [2], [3]]
+
+
+def test_arrays_and_views_are_the_same_bytes() -> None:
+    packing = Packing([((3,), torch.float32), ((2,), torch.int64), ((2, 2), torch.int32)])
+    buffer = torch.randint(0, 100, (packing.num_bytes,), dtype=torch.uint8)
+    for view, array in zip(packing.views(buffer), packing.arrays(buffer.numpy()), strict=True):
+        np.testing.assert_array_equal(view.numpy(), array, strict=True)
