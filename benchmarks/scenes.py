@@ -20,10 +20,9 @@ from nanochat.engine.progress import Progress
 from nanochat.settings import AppSettings
 from nanochat.ui.chat import Chat, Message
 from nanochat.ui.chrome import LoadState
-from nanochat.ui.demo import FIRST, FOLLOW_UP, FORK_FOLLOW_UP, PROMPTS
+from nanochat.ui.demo import FIRST, FOLLOW_UP, FORK_FOLLOW_UP, PROMPTS, SAMPLING
 from nanochat.ui.stage import Stage
 
-SEED = 7
 TABLE = """\
 A steel-string acoustic suits most beginners. Compare three common kinds:
 
@@ -115,18 +114,21 @@ async def start(stage: Stage) -> None:
 async def busy(stage: Stage, tabs: int = 4, tokens: int = 60) -> None:
     """The first chat answers a second time beside a fork of it and others, all at once."""
     chat = stage.main.chat
-    chat.sampling = {"seed": SEED, "max_tokens": 110}
+    chat.sampling = dict(SAMPLING)
     stage.ask(FIRST)
     await stage.until_idle()
-    chat.sampling = {"seed": SEED}
     await stage.fork()
     stage.ask(FORK_FOLLOW_UP)
     for prompt in PROMPTS[: tabs - 2]:
-        (await stage.new_tab()).sampling = {"seed": SEED}
+        (await stage.new_tab()).sampling = dict(SAMPLING)
         stage.ask(prompt)
     await stage.show(1)
     stage.ask(FOLLOW_UP)
     await stage.until_said(tokens)
+
+
+async def readme(stage: Stage) -> None:
+    await busy(stage, tabs=5, tokens=90)
 
 
 async def eight(stage: Stage) -> None:
@@ -137,7 +139,7 @@ async def preempted(stage: Stage) -> None:
     """A cache too small for five growing chats."""
     for number, prompt in enumerate(PROMPTS[:5]):
         chat = stage.main.chat if number == 0 else await stage.new_tab()
-        chat.sampling = {"seed": SEED, "ignore_eos": True}
+        chat.sampling = SAMPLING | {"ignore_eos": True}
         stage.ask(prompt)
     await stage.show(1)
     bridge = stage.main.bridge
@@ -150,13 +152,12 @@ async def preempted(stage: Stage) -> None:
 
 async def fork(stage: Stage) -> None:
     chat = stage.main.chat
-    chat.sampling = {"seed": SEED, "max_tokens": 160}
+    chat.sampling = dict(SAMPLING)
     stage.ask(FIRST)
     await stage.until_idle()
-    (await stage.fork()).sampling = {"seed": SEED}
+    await stage.fork()
     stage.ask(FORK_FOLLOW_UP)
     await stage.show(1)
-    chat.sampling = {"seed": SEED}
     stage.ask(FOLLOW_UP)
     await stage.show(2)
     await stage.until_said(40)
@@ -193,8 +194,8 @@ async def reasoning(stage: Stage) -> None:
 async def error(stage: Stage) -> None:
     """A context that is full: the real refusal with its offer."""
     chat = stage.main.chat
-    chat.sampling = {"seed": SEED, "max_tokens": 120}
-    for prompt in PROMPTS[:2]:
+    chat.sampling = SAMPLING | {"max_tokens": 110}
+    for prompt in (FIRST, PROMPTS[3]):
         stage.ask(prompt)
         await stage.until_idle()
     stage.ask(
@@ -251,7 +252,7 @@ async def light(stage: Stage) -> None:
     say(stage, chat, "Which guitar suits a beginner?", TABLE)
     stage.main.pane(chat).show_path()
     for prompt in PROMPTS[:2]:
-        (await stage.new_tab()).sampling = {"seed": SEED}
+        (await stage.new_tab()).sampling = dict(SAMPLING)
         stage.ask(prompt)
     await stage.show(1)
     await stage.until_said(40)
@@ -259,21 +260,21 @@ async def light(stage: Stage) -> None:
 
 async def compare(stage: Stage) -> None:
     chat = stage.main.chat
-    chat.sampling = {"seed": SEED, "max_tokens": 90}
-    stage.ask(PROMPTS[0])
+    chat.sampling = dict(SAMPLING)
+    stage.ask(FIRST)
     await stage.until_idle()
-    await stage.main.action_compare("temperature=0 | temperature=1.5 top_p=0.95")
+    await stage.main.action_compare("temperature=0 | temperature=0.9")
     await stage.until_idle()
 
 
 async def long_context(stage: Stage) -> None:
     """A long prompt while it is being read, beside a chat that decodes."""
     chat = stage.main.chat
-    chat.sampling = {"seed": SEED}
+    chat.sampling = dict(SAMPLING)
     stage.ask(PROMPTS[1])
     await stage.until_said(30)
     chat = await stage.new_tab()
-    chat.sampling = {"seed": SEED}
+    chat.sampling = dict(SAMPLING)
     text = (Path(__file__).parent.parent / "docs" / "kernels.md").read_text(encoding="utf-8")[:20_000]
     stage.ask(f"Summarise these notes:\n\n{text}")
 
@@ -283,12 +284,12 @@ async def long_context(stage: Stage) -> None:
     await stage.until(is_half_read, 120, "Reading the prompt")
 
 
-SMALL_CACHE = {"num_kv_blocks": 384, "max_model_len": 4096}
+SMALL_CACHE = {"num_kv_blocks": 216, "max_model_len": 2048}
 """A map on which single blocks can be seen."""
 
 SCENES: dict[str, Scene] = {
     "start": Scene(start, is_loading=True),
-    "chat": Scene(busy, engine=SMALL_CACHE),
+    "chat": Scene(readme, engine=SMALL_CACHE),
     "panel-full": Scene(preempted, engine={"num_kv_blocks": 48, "max_model_len": 640}),
     "panel-narrow": Scene(busy, (100, 30), SMALL_CACHE, AppSettings(panel="narrow")),
     "panel-line": Scene(busy, (80, 24), SMALL_CACHE),
@@ -297,7 +298,7 @@ SCENES: dict[str, Scene] = {
     "compare": Scene(compare, (140, 36), SMALL_CACHE, AppSettings(panel="narrow")),
     "branches": Scene(branches, (100, 36), look=AppSettings(panel="off")),
     "reasoning": Scene(reasoning, (100, 30), look=AppSettings(panel="off")),
-    "error": Scene(error, (100, 34), {"max_model_len": 448, "num_kv_blocks": 64}, AppSettings(panel="off")),
+    "error": Scene(error, (100, 34), {"max_model_len": 384, "num_kv_blocks": 64}, AppSettings(panel="off")),
     "search": Scene(search, (110, 34), look=AppSettings(panel="off")),
     "light": Scene(light, engine=SMALL_CACHE, look=AppSettings(theme="light")),
     "int8": Scene(long_context, engine={"kv_dtype": "int8", "num_kv_blocks": 768, "max_model_len": 8192}),

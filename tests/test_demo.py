@@ -23,7 +23,7 @@ def test_the_picture_shows_the_running_app(
     assert run(tiny_llama, file, "--tabs", tabs, "--tokens", "8", "--size", "130x40") == 0
     assert capsys.readouterr().out == f"{file}\n"
     shown = "".join(ElementTree.fromstring(file.read_text(encoding="utf-8")).itertext()).replace("\xa0", " ")
-    for text in ("tiny-llama", "Hawaii", "KV blocks", "Prefix hits", "tok/s"):
+    for text in ("tiny-llama", "guitar", "KV blocks", "Prefix hits", "tok/s"):
         assert text in shown
     assert ("Fork of 1" in shown) == (tabs == "3")
 

@@ -16,7 +16,7 @@ from nanochat.ui.theme import tab_colour
 
 Kind = Literal["free", "cached", "owned", "shared", "lost"]
 
-GLYPHS: dict[Kind, str] = {"free": "·", "cached": "□", "owned": "■", "shared": "▣", "lost": "◪"}
+GLYPHS: dict[Kind, str] = {"free": "·", "cached": "□", "owned": "■", "shared": "▣", "lost": "×"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,19 +12,19 @@ from nanochat.errors import NanochatError
 from nanochat.ui.app import NanochatApp
 from nanochat.ui.stage import Stage
 
-FIRST = "Compose a travel blog post about a recent trip to Hawaii, with a heading and a list of three places."
-FOLLOW_UP = "Now write the same as a short letter to a friend."
-FORK_FOLLOW_UP = "Which of the three places is best for children? Give reasons."
+FIRST = "Give me three tips for learning the guitar."
+FOLLOW_UP = "And what should I look for when I buy a used guitar? List five points."
+FORK_FOLLOW_UP = "How often should I practice in the first month, and for how long?"
 PROMPTS = (
-    "Write a short email to a colleague about moving our meeting to Friday.",
+    "What should I look for when I buy a used bicycle? List five points.",
+    "Why is the sky blue? Explain it to a child.",
+    "Describe in a few steps how bread is made.",
+    "Write a short email to a colleague: our meeting moves to Friday at ten.",
     "Explain how a suspension bridge carries its load, step by step.",
-    "List five ideas for a science project about plants, each with one sentence.",
     "Write a short story about a lighthouse keeper and a storm.",
-    "What should I look for when I buy a used bicycle?",
-    "Describe how bread is made, from the grain to the loaf.",
-    "Give me a plan for learning to play the guitar in three months.",
+    "List five ideas for a science project about plants.",
 )
-SAMPLING = {"seed": 7}
+SAMPLING: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9, "seed": 7}
 
 
 @dataclass(slots=True)
@@ -54,12 +54,10 @@ class Demo:
 
     async def _ask_everywhere(self, stage: Stage) -> None:
         await stage.until_loaded()
-        limits = {"max_tokens": max(96, self.tokens)}
-        stage.main.chat.sampling = SAMPLING | limits
+        stage.main.chat.sampling = dict(SAMPLING)
         stage.ask(FIRST)
         if self.tabs > 1:
             await stage.until_idle()
-            stage.main.chat.sampling = dict(SAMPLING)
             await stage.fork()
             stage.ask(FORK_FOLLOW_UP)
             for prompt in PROMPTS[: self.tabs - 2]:

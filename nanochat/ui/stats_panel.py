@@ -24,6 +24,8 @@ FLASH = 6
 """Refreshes for which a new preemption stays marked."""
 SPARK_WIDTH = 12
 MIN_MAP_HEIGHT = 3
+ROOMY = 96
+"""Cells from which on the one line has wider gaps."""
 WIDE = 34
 """Cells from which on there is room for sparklines and every column."""
 CONTEXT_WARNING = 0.8
@@ -127,22 +129,24 @@ def one_line(snapshot: Snapshot, history: History, width: int) -> Content:
     """The most telling figures on one line, as many as fit."""
     stats = snapshot.stats
     ttft = fmt.percentile(stats.ttft_s, 0.5)
-    filled, space = fmt.bar(_share(stats.blocks_used, stats.blocks_total), 8)
+    filled, space = fmt.bar(_share(stats.blocks_used, stats.blocks_total), 6)
+    share = _share(snapshot.context_tokens, snapshot.context_limit)
     parts = [
         _label("KV ") + Content.styled(filled, "$primary") + Content.styled(space, "$line")
         + f" {fmt.percent(stats.blocks_used, stats.blocks_total)}",
         Content.styled(fmt.rate(stats.decode_tok_s), "bold") + _label(" tok/s"),
+        _label("context ") + Content.styled(fmt.percent(share, 1), _context_style(share)),
         _label("TTFT ") + fmt.duration(ttft),
         _label("hits ") + fmt.percent(stats.prefix_hit_tokens, stats.prefix_query_tokens),
         _label("preempted ") + Content.styled(fmt.count(stats.preemptions), _flash_style(history)),
-        _label("context ") + _context_amount(snapshot),
     ]  # fmt: skip
     line = Content("")
     for part in parts:
-        longer = line + Content.styled("  ·  ", "$faint") + part if line else part
-        if cell_len(longer.plain) > width:
-            break
-        line = longer
+        longer = (
+            line + Content.styled("  ·  " if width >= ROOMY else " · ", "$faint") + part if line else part
+        )
+        if cell_len(longer.plain) <= width:
+            line = longer
     return line
 
 
@@ -255,9 +259,12 @@ def _tab_lines(tabs: tuple[TabRow, ...], limit: int, width: int) -> list[Content
     return lines
 
 
+def _context_style(share: float) -> str:
+    return "bold $warning" if share >= CONTEXT_WARNING else ""
+
+
 def _context_amount(snapshot: Snapshot) -> Content:
-    share = _share(snapshot.context_tokens, snapshot.context_limit)
-    style = "bold $warning" if share >= CONTEXT_WARNING else ""
+    style = _context_style(_share(snapshot.context_tokens, snapshot.context_limit))
     amount = f"{fmt.count(snapshot.context_tokens)} / {fmt.count(snapshot.context_limit)}"
     return Content.styled(amount, style)
 

@@ -112,17 +112,26 @@ class TabBar(HorizontalScroll):
     ) -> None:
         """Bring every label up to date."""
         tabs = {tab.chat_id: tab for tab in self.query(Tab)}
+        has_changed = False
         for number, chat in enumerate(chats, 1):
             if (tab := tabs.get(chat.id)) is None:
                 continue
             is_active = chat.id == active_id
             label = tab_label(chat, number, slots[chat.id], is_active, chat.id in marked)
-            if not (isinstance(tab.content, Content) and tab.content.is_same(label)):
+            before = tab.content
+            if not (isinstance(before, Content) and before.is_same(label)):
                 tab.update(label)
+                has_changed |= len(str(before)) != len(label)
             if is_active != tab.has_class("-active"):
                 tab.set_class(is_active, "-active")
-                if is_active:
-                    self.call_after_refresh(tab.scroll_visible, animate=False)
+                has_changed = True
+        # Any label may have grown and pushed the active tab out of view.
+        if has_changed and (active := tabs.get(active_id)) is not None:
+            self.call_after_refresh(self._bring_into_view, active)
+
+    def _bring_into_view(self, tab: Tab) -> None:
+        if tab.parent is self:
+            self.scroll_to_widget(tab, animate=False, force=True)
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
         event.stop()

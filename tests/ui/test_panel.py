@@ -111,7 +111,7 @@ def test_the_blocks_that_a_preemption_takes_flash_for_a_while() -> None:
     assert history.lost == {0, 2}
     found = cells(taken.block_map, taken.slots, 4, history.lost)
     assert [cell.kind for cell in found] == ["lost", "owned", "lost", "free"]
-    assert draw(found, 4)[0].plain == "◪■◪·"
+    assert draw(found, 4)[0].plain == "×■×·"
     for _ in range(FLASH):
         moment((FREE, 2, 2, FREE), "preempted", 1)
     assert history.lost == frozenset()

@@ -134,3 +134,19 @@ async def test_names_and_order_are_back_on_the_next_start(tiny_llama: Path, tmp_
         assert titles(driver) == ["[b]Last[/b] ␛[2J", "one", "two"]
         assert driver.chat.title == "one"
         await driver.until_seen("1 [b]Last[/b]")
+
+
+async def test_the_tab_in_view_is_seen_whole_however_the_others_grow(tiny_llama: Path) -> None:
+    async with started(tiny_llama, size=(60, 20)) as driver:
+        for _ in range(4):
+            await driver.press("ctrl+n")
+        await driver.press("alt+1")
+        await driver.say("/broadcast A long enough title for each")
+        await driver.until_idle()
+        for number, key in ((0, "alt+1"), (2, "alt+3"), (4, "alt+5")):
+            await driver.press(key)
+            tab = driver.app.query("Tab")[number]
+            bar = driver.app.query_one("TabBar").region
+            await driver.until(
+                lambda tab=tab, bar=bar: bar.x <= tab.region.x and tab.region.right <= bar.right
+            )
