@@ -1,0 +1,112 @@
+"""A whole session in a real terminal: what xterm's keys do, how it ends, and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nanochat.history import History
+
+WAIT_S = 90.0
+TABS = 8
+QUIT_S = 2.0
+CONFIG = """
+[engine]
+device = "cpu"
+dtype = "float32"
+num_kv_blocks = 4096
+max_model_len = 65536
+
+[sampling]
+max_tokens = 60000
+ignore_eos = true
+temperature = 0.0
+"""
+
+
+class Terminal:
+    """A process in a pseudo-terminal, and all that it writes there."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self._parent, child = pty.openpty()
+        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 36, 120, 0, 0))
+        self.process = subprocess.Popen(
+            command, stdin=child, stdout=child, stderr=child, env=environment, start_new_session=True
+        )
+        os.close(child)
+        self.written = b""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # the other side has closed
+            while piece := os.read(self._parent, 65_536):
+                self.written += piece
+
+    def send(self, keys: str) -> None:
+        """Type these, as a terminal sends them."""
+        os.write(self._parent, keys.encode())
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit status."""
+        status = self.process.wait(timeout_s)
+        self._reader.join(5)
+        return status
+
+
+def until(condition: Callable[[], object]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_eight_busy_tabs_in_a_terminal_and_a_quick_way_out(long_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(CONFIG)
+    environment = os.environ | {"TERM": "xterm-256color", "NANOCHAT_DATA_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "nanochat", "--model", str(long_llama)]
+    terminal = Terminal([*command, "--config", str(tmp_path / "config.toml")], environment)
+    try:
+        until(lambda: b"\x1b[?1049h" in terminal.written)
+        until(lambda: b"kv float32" in terminal.written)
+        with History(tmp_path / "history.db") as other:
+            for number in range(TABS):
+                terminal.send(f"chat {number}\r" if number == 0 else f"\x0echat {number}\r")
+                until(lambda number=number: len(other.list_chats()) == number + 1)
+            ids = {chat.title: chat.id for chat in other.list_chats()}
+            until(lambda: all(other.path(chat_id)[1].text for chat_id in ids.values()))
+            terminal.send("\x1b3")  # Alt 3
+            time.sleep(0.5)
+            terminal.send("\x072")  # ^G, 2
+            until(lambda: other.chat(ids["chat 1"]).is_in_view)
+        start_s = time.monotonic()
+        terminal.send("\x11")
+        assert terminal.wait(QUIT_S + 5) == 0
+        assert time.monotonic() - start_s < QUIT_S
+    finally:
+        terminal.process.kill()
+    assert terminal.written.rfind(b"\x1b[?1049l") > terminal.written.rfind(b"\x1b[?1049h")
+    assert b"\x1b[?25h" in terminal.written[terminal.written.rfind(b"\x1b[?1049l") - 200 :]
+    assert b"Traceback" not in terminal.written
+    with History(tmp_path / "history.db") as history:
+        tabs = history.restore_tabs()
+        assert [chat.title for chat in tabs] == [f"chat {number}" for number in range(TABS)]
+        assert [chat.title for chat in tabs if chat.is_in_view] == ["chat 1"]
+        for chat in tabs:
+            question, answer = history.path(chat.id)
+            assert question.text == chat.title
+            assert answer.state == "interrupted"
+            assert answer.text
