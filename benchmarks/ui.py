@@ -1,4 +1,4 @@
-"""How quick the chat app is: its start with many chats, a long chat, search, typing, and what it costs the engine.
+"""How quick the chat app is: starting, long chats, search, streaming, typing, and what it costs the engine.
 
     python benchmarks/ui.py                                  # the default model, 8 tabs
     python benchmarks/ui.py --model FOLDER --seconds 20 --json results.json
@@ -187,6 +187,47 @@ async def stop_all(stage: Stage) -> None:
     await wait_for(lambda: not stage.main.workspace.busy)
 
 
+STREAMED = {
+    "list of 200 items": "".join(
+        f"{number}. item with **some** text and `code`\n" for number in range(1, 201)
+    ),
+    "fence of 2,000 lines": "```python\n"
+    + "".join(f"value_{n} = compute({n})\n" for n in range(2_000))
+    + "```\n",
+    "table of 50 x 10": "| "
+    + " | ".join(f"column {n}" for n in range(10))
+    + " |\n"
+    + "|---" * 10
+    + "|\n"
+    + "".join("| " + " | ".join(f"cell {row}.{n}" for n in range(10)) + " |\n" for row in range(50)),
+}
+DELTA = 60
+"""Characters that come at once: a quick model's, 25 times a second."""
+
+
+async def streaming(stage: Stage) -> dict[str, float]:
+    """What it costs to draw each new piece of long answers."""
+    main = stage.main
+    figures = {}
+    for name, text in STREAMED.items():
+        await main.action_new_chat()
+        chat = main.chat
+        pane, answer = main.pane(chat), chat.ask(name)
+        pane.show_turn(answer)
+        await drawn(stage.app)
+        costs: list[float] = []
+        for start in range(0, len(text), DELTA):
+            answer.answer.append(text[start : start + DELTA], 15)
+            count = len(costs)
+            pane.grow(lambda cost_s: costs.append(cost_s * 1e3))  # noqa: B023
+            await wait_for(lambda: len(costs) > count)  # noqa: B023
+        ordered = sorted(costs)
+        figures[f"{name}: p95, ms"] = ordered[int(0.95 * len(ordered))]
+        figures[f"{name}: max, ms"] = ordered[-1]
+        chat.withdraw()
+    return figures
+
+
 def make_history(folder: Path, chats: int, messages: int) -> tuple[Path, int]:
     """A file of so many chats, the longest and seven others open in tabs."""
     file = folder / "history.db"
@@ -214,8 +255,9 @@ def main() -> None:
     config = EngineConfig(model=options.model, max_model_len=options.max_model_len)
     with tempfile.TemporaryDirectory() as name:
         file, longest_id = make_history(Path(name), options.chats, options.messages)
-        results = {
+        results: dict[str, dict[str, float]] = {
             f"{options.chats:,} saved chats": asyncio.run(with_app(config, file, saved_chats(longest_id))),
+            "one answer streaming": asyncio.run(with_app(config, None, streaming)),
             f"{options.tabs} tabs answering": asyncio.run(
                 with_app(config, None, many_tabs(options.tabs, options.seconds))
             ),

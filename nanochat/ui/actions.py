@@ -78,6 +78,7 @@ ACTIONS: tuple[Action, ...] = (
         ),
         Action("search", "Search", "all chats, also those without a tab; opens one at the message", "f9", "search", argument="[WORDS]", footer="search"),
         Action("rename", "Rename chat", "give this tab another title", "f8", "rename", argument="[TITLE]"),
+        Action("delete_chat", "Delete chat", "close this tab and delete its chat for good; asks first", slash="delete"),
         Action("move", "Move tab", "to that place; ^G and ← or → moves it too", slash="move", argument="N"),
         Action("move_left", "Move tab left", "change places with the tab before", "alt+pageup"),
         Action("move_right", "Move tab right", "change places with the tab after", "alt+pagedown"),

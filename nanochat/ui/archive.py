@@ -204,6 +204,16 @@ class Archive:
             self._do(lambda history: history.clear_chat(_id(chat)))
             self.configure(chat)
 
+    def delete(self, chat: Chat) -> None:
+        """Delete a chat whose tab is closed; if it can't be deleted, :class:`HistoryTroubled` says why."""
+        if (chat_id := chat.store_id) is not None:
+
+            def done(result: HistoryError | None) -> None:
+                if result is not None:
+                    self._post(HistoryTroubled(str(result)))
+
+            self.read(lambda history: history.delete_chat(chat_id), done)
+
     def save_tabs(self, chats: Sequence[Chat], in_view: Chat) -> None:
         """These are the open tabs, in this order."""
         ids = [chat.store_id for chat in chats if chat.store_id is not None]

@@ -46,15 +46,19 @@ class TabScreen(ChatScreen):
         self.archive.forked(chat, fork)
         await self.open_chat(fork)
 
+    async def _close(self, chat: Chat) -> None:
+        if chat in self.workspace.chats:
+            if len(self.workspace.chats) == 1:
+                await self.action_new_chat()
+            self.workspace.close(chat)
+            await self.remove_pane(chat)
+
     def action_close_chat(self) -> None:
         chat = self.chat
 
         async def close(agreed: bool | None) -> None:
-            if agreed and chat in self.workspace.chats:
-                if len(self.workspace.chats) == 1:
-                    await self.action_new_chat()
-                self.workspace.close(chat)
-                await self.remove_pane(chat)
+            if agreed:
+                await self._close(chat)
 
         if chat.is_busy:
             question = (
@@ -62,7 +66,22 @@ class TabScreen(ChatScreen):
             )
             self.app.push_screen(Confirm(question, "Close"), close)
         else:
-            self.run_worker(close(True))
+            self.run_worker(self._close(chat))
+
+    def action_delete_chat(self) -> None:
+        """Close the tab in view and delete its chat from the history, once the user agrees."""
+        chat = self.chat
+
+        async def delete(agreed: bool | None) -> None:
+            if agreed:
+                await self._close(chat)
+                self.archive.delete(chat)
+
+        if chat.is_busy:
+            self.notify("Stop the answer first (Esc), then delete the chat.")
+        else:
+            question = f"Delete “{sanitize_line(chat.title)}” for good, with all its branches?"
+            self.app.push_screen(Confirm(question, "Delete"), delete)
 
     def action_next_chat(self) -> None:
         self._show(self.workspace.neighbour(1))

@@ -127,6 +127,21 @@ class TestSaving:
         assert [message.role for message in paths["Anew"]] == ["user", "assistant"]
         assert len(paths) == 1
 
+    async def test_a_deleted_chat_is_gone(self, tiny_llama: Path, file: Path) -> None:
+        async with started(tiny_llama, history=file) as driver:
+            await driver.ask("Keep")
+            await driver.press("ctrl+n")
+            await driver.ask("Drop")
+            await driver.say("/delete")
+            await driver.until(lambda: isinstance(driver.app.screen, Confirm))
+            await driver.press("escape")
+            assert tabs(driver) == ["Keep", "Drop"]
+            await driver.say("/delete")
+            await driver.until(lambda: isinstance(driver.app.screen, Confirm))
+            await driver.press("y")
+            await driver.until(lambda: tabs(driver) == ["Keep"])
+        assert list(saved_paths(file)) == ["Keep"]
+
 
 class TestRestoring:
     async def test_the_last_sessions_tabs_are_back(self, tiny_llama: Path, file: Path) -> None:
