@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Tests run side by side, one thread each: OpenMP loses far more than it gains on contended cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: chat test check lint format clean
+.PHONY: chat test check lint format screens clean
 
 chat: $(VENV)/installed
 	@$(BIN)/nanochat
@@ -26,6 +26,9 @@ lint: $(VENV)/installed-dev
 format: $(VENV)/installed-dev
 	$(BIN)/ruff format nanochat tests benchmarks
 	$(BIN)/ruff check --fix nanochat tests benchmarks
+
+screens: $(VENV)/installed ## the pictures of docs/screens, anew; figures mean something on a quiet machine only
+	$(BIN)/python -m benchmarks.screens
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nanochat needs Python 3.11 or newer; name one: make chat PYTHON=python3.12")'

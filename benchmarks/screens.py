@@ -27,13 +27,13 @@ from nanochat.ui.stage import Stage
 FOLDER = Path(__file__).parent.parent / "docs" / "screens"
 
 
-def render(scene: Scene) -> str:
-    """Play a scene in an app of its own; returns the picture as SVG.
+def render(scene: Scene, **engine: Any) -> str:
+    """Play a scene in an app of its own; returns the picture as SVG. ``engine``: further options.
 
     Raises:
         NanochatError: it did not come about.
     """
-    app = NanochatApp(EngineConfig(**scene.engine), look=scene.look)
+    app = NanochatApp(EngineConfig(**{**scene.engine, **engine}), look=scene.look)
     if scene.is_loading:
         app._loader.start = lambda: None  # type: ignore[method-assign]
     outcome: list[str | BaseException] = []

@@ -16,6 +16,9 @@ from textual.widgets import Button, Static
 from nanochat.ui.actions import ACTIONS, MAX_JUMP, Action, find
 from nanochat.ui.chrome import actions_of
 
+MAX_COMMAND = 24
+"""Cells of the help's column of commands; a longer one takes a line of its own."""
+
 
 class Confirm(ModalScreen[bool]):
     """Asks a question; True if the user agrees."""
@@ -44,34 +47,40 @@ class Confirm(ModalScreen[bool]):
         self.dismiss(event.button.id == "yes")
 
 
-def help_text(actions: Sequence[Action] = ACTIONS) -> Content:
-    """Every action with its key and slash command, under the headings of the actions table."""
+def help_text(actions: Sequence[Action] = ACTIONS, width: int = 100) -> Content:
+    """Every action with its key and slash command, under the headings of the actions table.
+
+    Three columns within ``width`` cells; what an action does is wrapped in the last one.
+    """
     rows = [row for row in actions if not row.id.startswith("jump_") or row.id == "jump_1"]
     keys = {row.id: _jump_label(actions) if row.id == "jump_1" else row.key_label for row in rows}
     key_width = 2 + max(len(key) for key in keys.values())
-    command_width = 3 + max(len(f"/{row.slash} {row.argument}") for row in rows)
+    command_width = min(MAX_COMMAND, 2 + max(len(f"/{row.slash} {row.argument}") for row in rows))
     lines: list[Content] = []
     for group, members in itertools.groupby(rows, lambda row: row.group):
         lines += [Content("")] if lines else []
         lines.append(Content.styled(group, "bold"))
         for row in members:
-            name = f"/{row.slash} " if row.slash else ""
-            command = Content.styled(name, "$primary") + Content.styled(row.argument, "$muted")
-            lines.append(
-                Content.styled(f"{keys[row.id]:<{key_width}}", "$accent")
-                + command.pad_right(command_width - len(command))
-                + row.help
-            )
+            lines += _help_lines(row, keys[row.id], key_width, command_width, width)
     copy, quit = find("interrupt", actions).key_label, find("quit", actions).key_label
-    lines += [
-        Content(""),
-        Content.styled(
-            f"{copy} copies what is selected with the mouse; {quit} quits. // sends text that starts with a "
-            "slash. The settings file can give every key another place: nanochat config --example.",
-            "$muted",
-        ),
-    ]
+    foot = (
+        f"{copy} copies what is selected with the mouse; {quit} quits. // sends text that starts with a slash. "
+        "The settings file can give every action other keys: nanochat config --example shows how."
+    )
+    lines += [Content(""), *Content.styled(foot, "$muted").wrap(max(20, width))]
     return Content("\n").join(lines)
+
+
+def _help_lines(row: Action, key: str, key_width: int, command_width: int, width: int) -> list[Content]:
+    name = f"/{row.slash} " if row.slash else ""
+    command = Content.styled(name, "$primary") + Content.styled(row.argument, "$muted")
+    head = Content.styled(f"{key:<{key_width}}", "$accent") + command
+    indent = key_width + command_width
+    wrapped = Content(row.help).wrap(max(16, width - indent))
+    if len(head) >= indent:  # too long for its column: the help begins below it
+        return [head, *(Content(" " * indent) + line for line in wrapped)]
+    first, *rest = wrapped
+    return [head.pad_right(indent - len(head)) + first, *(Content(" " * indent) + line for line in rest)]
 
 
 def _jump_label(actions: Sequence[Action]) -> str:
@@ -84,9 +93,19 @@ class Help(ModalScreen[None]):
 
     BINDINGS: ClassVar = [Binding("escape,f1,q,enter", "dismiss_help", show=False)]
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._text = Static("", markup=False)
+
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="dialog help"):
-            yield Static(help_text(actions_of(self)), markup=False)
+            yield self._text
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._draw)
+
+    def _draw(self) -> None:
+        self._text.update(help_text(actions_of(self), self._text.size.width or self.size.width // 2))
 
     def action_dismiss_help(self) -> None:
         self.dismiss(None)

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 HELP = {
     "temperature": "0 always takes the likeliest token",
-    "top_p": "keep the likeliest up to this probability",
+    "top_p": "keep the likeliest up to this share",
     "top_k": "keep this many; 0 keeps all",
-    "min_p": "drop below this share of the likeliest",
+    "min_p": "drop below this share of the best",
     "repetition_penalty": "above 1: repeat less",
     "max_tokens": "longest answer, in tokens",
-    "stop": r"ends the answer; more with  |  between",
+    "stop": r"ends an answer; several: END | ###",
     "seed": "the same seed, the same answer",
 }
 
@@ -76,6 +76,7 @@ class SettingsDialog(ModalScreen[ChatSettings | None]):
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="dialog settings", can_focus=False):
             yield Label("Settings of this chat", classes="title")
+            yield Label("An empty field takes the default that it shows.", classes="hint")
             if self._presets:
                 with Horizontal(classes="field"):
                     yield Label("preset", classes="name")
@@ -94,7 +95,7 @@ class SettingsDialog(ModalScreen[ChatSettings | None]):
                     yield Label(HELP[name], classes="about", markup=False)
             yield self._problem
             with Horizontal(classes="buttons"):
-                yield Button("Take (^S)", id="take", variant="primary", compact=True)
+                yield Button("Apply (^S)", id="take", variant="primary", compact=True)
                 yield Button("Cancel", id="cancel", compact=True)
 
     def on_mount(self) -> None:

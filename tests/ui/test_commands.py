@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 from textual import events
 
 from nanochat.ui.actions import ACTIONS
@@ -19,11 +20,18 @@ from tests.ui.driver import ENDLESS, LONG, plain, started
 
 
 def test_every_action_has_its_method_and_its_line_in_the_help() -> None:
-    shown = help_text().plain
+    shown = " ".join(help_text(width=400).plain.split())
     for action in ACTIONS:
         owner = {"app": NanochatApp, "prompt": Prompt, "screen": MainScreen}[action.place]
         assert callable(getattr(owner, f"action_{(action.call or action.id).split('(')[0]}"))
         assert action.help in shown
+
+
+@pytest.mark.parametrize("width", [30, 56, 72, 100, 200])
+def test_the_help_keeps_to_its_width_and_loses_no_word(width: int) -> None:
+    shown = help_text(width=width).plain
+    assert max(map(cell_len, shown.split("\n"))) <= max(width, 56)
+    assert sorted(shown.split()) == sorted(help_text(width=400).plain.split())
 
 
 def test_no_key_and_no_command_is_taken_twice() -> None:
