@@ -242,6 +242,8 @@ def run_app(config: EngineConfig, *, system: str | None = None, settings: Settin
     """
     settings = settings or Settings()
     actions = chosen_actions(settings)
+    if os.environ.get("NO_COLOR") == "":  # no-color.org: empty means unset; Textual takes it for set
+        del os.environ["NO_COLOR"]
     try:
         check_terminal()
     except UnfitTerminal as error:
