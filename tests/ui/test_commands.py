@@ -341,3 +341,31 @@ async def test_what_is_typed_right_after_enter_is_a_text_of_its_own(tiny_llama: 
         assert driver.chat.title == "A"
         assert [message.text for message in driver.chat.path if message.role == "user"] == ["hello"]
         assert driver.prompt.text == "next"
+
+
+def test_every_command_of_the_specification_is_there() -> None:
+    wanted = "help new close fork again edit system set broadcast compare stats export search model screenshot clear quit"
+    assert set(wanted.split()) <= {action.slash for action in ACTIONS}
+
+
+async def test_the_palette_has_every_action_that_it_should(tiny_llama: Path) -> None:
+    async with started(tiny_llama, hold=True) as driver:
+        await driver.press("ctrl+p")
+        await driver.until(lambda: driver.app.screen.query("CommandList"))
+        listed = driver.app.screen.query_one("CommandList")
+        wanted = [action for action in driver.app.actions if action.in_palette]
+        await driver.until(lambda: listed.option_count == len(wanted))
+
+
+async def test_a_command_in_capitals_is_a_command(tiny_llama: Path) -> None:
+    async with started(tiny_llama, hold=True) as driver:
+        await driver.say("/NEW")
+        await driver.until(lambda: len(driver.app.main_screen.workspace.chats) == 2)
+
+
+@pytest.mark.parametrize("text", ["/new2", "/no-such", "/Q"])
+async def test_anything_like_a_command_is_never_sent(tiny_llama: Path, text: str) -> None:
+    async with started(tiny_llama, hold=True) as driver:
+        await driver.say(text)
+        await driver.until_told("There is no command")
+        assert driver.chat.path == []
