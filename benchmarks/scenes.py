@@ -212,10 +212,18 @@ async def search(stage: Stage) -> None:
             "Take **tram 28** in the morning, then walk up to the castle.",
         ),
         "Learning the guitar": ("Which guitar suits a beginner?", TABLE),
+        "A walk in Milan": (
+            "Is there a tram to the canals?",
+            "Yes: tram 2 and tram 9 stop at Porta Genova, a few steps from the canals.",
+        ),
         "Searching large files": ("How do I search a large file?", CODE),
+        "How trams are driven": (
+            "Why do trams need sand?",
+            "A tram has steel wheels on steel rails; sand gives them grip when it brakes.",
+        ),
         "Letters to the council": (
             "Help me write to the city council about the tram.",
-            "Dear members of the council, the tram on our street…",
+            "Dear members of the council, the tram on our street is the best thing about it.",
         ),
     }
     for number, (title, (question, text)) in enumerate(topics.items()):
@@ -228,7 +236,7 @@ async def search(stage: Stage) -> None:
 async def _import(stage: Stage, title: str, question: str, text: str, when: float) -> None:
     """A chat of a fixed day."""
     message = {"state": "complete", "created_at": when, "finished_at": when, "active": True}
-    content = {
+    content: dict[str, Any] = {
         "format": "nanochat chat",
         "version": 1,
         "title": title,
@@ -239,6 +247,8 @@ async def _import(stage: Stage, title: str, question: str, text: str, when: floa
             {"id": 2, "parent": 1, "role": "assistant", "text": text, **message},
         ],
     }
+    if stage.main.bridge is not None:
+        content["messages"][1]["token_ids"] = list(stage.main.bridge.engine.tokenizer.encode(text))
     before = len(stage.main.workspace.chats)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "chat.json"

@@ -243,6 +243,6 @@ class ChatScreen(PaneScreen):
 
 def offer_text(offer: DropOffer) -> str:
     """What leaving out turns would do."""
-    turns = fmt.plural(offer.turns, "oldest turn")
+    turns = "oldest turn" if offer.turns == 1 else f"{fmt.count(offer.turns)} oldest turns"
     before, after, limit = map(fmt.count, (offer.tokens_before, offer.tokens_after, offer.limit))
     return f"Leaving out the {turns} brings the prompt from {before} to {after} of {limit} tokens"

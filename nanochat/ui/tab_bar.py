@@ -87,6 +87,10 @@ class TabBar(HorizontalScroll):
     class NewWanted(Message):
         """The ``+`` was clicked."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._in_view: Tab | None = None
+
     def compose(self) -> ComposeResult:
         yield NewTab()
 
@@ -127,11 +131,14 @@ class TabBar(HorizontalScroll):
                 has_changed = True
         # Any label may have grown and pushed the active tab out of view.
         if has_changed and (active := tabs.get(active_id)) is not None:
-            self.call_after_refresh(self._bring_into_view, active)
+            self._in_view = active
+            self.call_after_refresh(self._bring_into_view)
 
-    def _bring_into_view(self, tab: Tab) -> None:
-        if tab.parent is self:
-            self.scroll_to_widget(tab, animate=False, force=True)
+    def _bring_into_view(self) -> None:
+        """At once, and whichever tab it is by now: an older wish that waited would win otherwise."""
+        tab = self._in_view
+        if tab is not None and tab.parent is self:
+            self.scroll_to_widget(tab, animate=False, force=True, immediate=True)
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
         event.stop()

@@ -150,3 +150,15 @@ async def test_the_tab_in_view_is_seen_whole_however_the_others_grow(tiny_llama:
             await driver.until(
                 lambda tab=tab, bar=bar: bar.x <= tab.region.x and tab.region.right <= bar.right
             )
+
+
+async def test_a_wish_to_see_an_older_tab_does_not_win(tiny_llama: Path) -> None:
+    async with started(tiny_llama, hold=True, size=(80, 24)) as driver:
+        main = driver.app.main_screen
+        for number in range(4):
+            if number:
+                await main.action_new_chat()
+            main.ask(driver.chat, "A question that makes a long title")
+        main.action_jump(1)
+        await driver.pilot.pause(0.3)
+        assert driver.app.query("Tab").first().region.x == driver.app.query_one("TabBar").region.x
