@@ -1,4 +1,4 @@
-"""A line of text in a dialog, with every key in the order typed.
+"""Text in a dialog, one line or several, with every key in the order typed.
 
 Textual runs a key's binding only once the key has gone up the tree, so that on a busy machine a letter
 typed after Backspace would be inserted before it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from textual import events
 from textual.binding import Binding
 from textual.widget import Widget
-from textual.widgets import Input
+from textual.widgets import Input, TextArea
 
 
 def editing_keys(kind: type[Widget]) -> dict[str, str]:
@@ -18,7 +18,8 @@ def editing_keys(kind: type[Widget]) -> dict[str, str]:
     return {key: binding.action for binding in bindings for key in binding.key.split(",")}
 
 
-_EDITING_KEYS = editing_keys(Input)
+_LINE_KEYS = editing_keys(Input)
+_TEXT_KEYS = editing_keys(TextArea)
 
 
 class LineInput(Input):
@@ -29,7 +30,30 @@ class LineInput(Input):
 
     async def on_key(self, event: events.Key) -> None:
         """Run the key's editing action at once."""
-        if (action := _EDITING_KEYS.get(event.key)) is not None:
+        if (action := _LINE_KEYS.get(event.key)) is not None:
+            event.prevent_default()
+            event.stop()
+            await self.app.run_action(action, self)
+
+
+class TextInput(TextArea):
+    """Several lines; Tab leaves it."""
+
+    def __init__(self, text: str, placeholder: str, id: str) -> None:
+        super().__init__(
+            text,
+            soft_wrap=True,
+            tab_behavior="focus",
+            placeholder=placeholder,
+            highlight_cursor_line=False,
+            compact=True,
+            id=id,
+        )
+        self.cursor_blink = False
+
+    async def on_key(self, event: events.Key) -> None:
+        """Run the key's editing action at once."""
+        if (action := _TEXT_KEYS.get(event.key)) is not None:
             event.prevent_default()
             event.stop()
             await self.app.run_action(action, self)

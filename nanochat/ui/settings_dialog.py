@@ -14,7 +14,7 @@ from textual.widgets import Button, Label, Select, Static
 
 from nanochat.engine.config import SamplingParams
 from nanochat.errors import InvalidOption
-from nanochat.ui.line_input import LineInput
+from nanochat.ui.line_input import LineInput, TextInput
 from nanochat.ui.sampling_commands import parse_value, setting_names, show_value
 from nanochat.ui.sanitize import sanitize_line
 
@@ -61,7 +61,7 @@ class SettingsDialog(ModalScreen[ChatSettings | None]):
         """``check`` raises :class:`InvalidOption` for settings that can't work."""
         super().__init__()
         self._now, self._defaults, self._presets, self._check = now, defaults, presets, check
-        self._system = LineInput(now.system or "", placeholder="none", id="system", compact=True)
+        self._system = TextInput(now.system or "", placeholder="the model's own, if it has one", id="system")
         self._fields = {
             name: LineInput(
                 show_value(name, now.sampling[name]) if name in now.sampling else "",
@@ -85,7 +85,7 @@ class SettingsDialog(ModalScreen[ChatSettings | None]):
                         prompt="choose one to fill in its values",
                         compact=True,
                     )
-            with Horizontal(classes="field"):
+            with Horizontal(classes="field system"):
                 yield Label("system prompt", classes="name")
                 yield self._system
             for name, field_ in self._fields.items():
@@ -106,7 +106,7 @@ class SettingsDialog(ModalScreen[ChatSettings | None]):
         if preset is None:
             return
         if preset.system is not None:
-            self._system.value = preset.system
+            self._system.text = preset.system
         for name, field_ in self._fields.items():
             field_.value = show_value(name, preset.sampling[name]) if name in preset.sampling else ""
 
@@ -137,4 +137,4 @@ class SettingsDialog(ModalScreen[ChatSettings | None]):
                 self._problem.update(sanitize_line(str(error), 200))
                 field_.focus()
                 return
-        self.dismiss(ChatSettings(self._system.value.strip() or None, sampling))
+        self.dismiss(ChatSettings(self._system.text.strip() or None, sampling))

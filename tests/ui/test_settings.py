@@ -9,6 +9,7 @@ from textual.widgets import Input, Select
 
 from nanochat.errors import InvalidOption
 from nanochat.settings import AppSettings, Preset
+from nanochat.ui.line_input import TextInput
 from nanochat.ui.sampling_commands import parse_setting, parse_settings, parse_value, show_value
 from nanochat.ui.settings_dialog import SettingsDialog
 from nanochat.ui.theme import THEMES
@@ -83,14 +84,16 @@ async def test_the_dialog_shows_and_changes_the_settings(tiny_llama: Path) -> No
         assert driver.app.screen is dialog
         await driver.until_seen("temperature must be a number")
         await driver.press("backspace", "backspace", "backspace", *"0.9")
-        dialog.query_one("#system", Input).value = "Be brief."
+        dialog.query_one("#system", TextInput).text = "Be brief.\nAlways."
         dialog.query_one("#top_k", Input).value = ""
         await driver.press("ctrl+s")
         await driver.until(lambda: driver.app.screen is not dialog)
         assert driver.chat.sampling == {"temperature": 0.9}
-        assert driver.chat.system == "Be brief."
+        assert driver.chat.system == "Be brief.\nAlways."
         assert "temperature 0.9 (this chat)" in driver.notices()[-1]
-        await driver.press("f7", "escape")
+        await driver.press("f7")
+        await driver.until_seen("Always.")
+        await driver.press("escape")
         assert driver.chat.sampling == {"temperature": 0.9}
 
 
