@@ -81,10 +81,9 @@ WORKLOADS: dict[str, Workload] = {
 }
 
 
-def write_random_model(folder: Path, shape: dict[str, int], seed: int = 0) -> Path:
-    """A Qwen3 model of this shape in Hugging Face form, with random BF16 weights; returns its folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
+def model_config(shape: dict[str, int]) -> dict[str, Any]:
+    """What the ``config.json`` of a Qwen3 model of this shape says."""
+    return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "max_position_embeddings": 40_960,
@@ -97,7 +96,12 @@ def write_random_model(folder: Path, shape: dict[str, int], seed: int = 0) -> Pa
         "torch_dtype": "bfloat16",
         **shape,
     }
-    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_random_model(folder: Path, shape: dict[str, int], seed: int = 0) -> Path:
+    """A Qwen3 model of this shape in Hugging Face form, with random BF16 weights; returns its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(model_config(shape)))
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, size in _tensor_shapes(shape).items():

@@ -164,6 +164,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
     likeliest token after the penalty. Among equal logits the lowest id comes first. NaN counts as -inf; a
     row with nothing above -inf gives token 0.
     """
+    if logits.device.type != "cpu" and batch.penalty_tokens is None and batch.num_logprobs is None:
+        return SampleOutput(_choose_on_gpu(logits, batch), None)
     logits = _without_nan(logits)
     scores = logits if batch.penalty_tokens is None else _penalize(logits, batch)
     token_ids = _choose(scores, batch)
@@ -177,6 +179,11 @@ def _choose(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         return scores.max(dim=-1).indices
     if scores.device.type == "cpu":
         return _draw_tokens(scores, batch)
+    return _choose_on_gpu(scores, batch)
+
+
+def _choose_on_gpu(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Takes infinities and NaN as they come."""
     from nanochat.kernels.sampling import sample_tokens  # it needs Triton; a CPU does not
 
     return sample_tokens(

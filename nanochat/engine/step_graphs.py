@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from nanochat import kernels
 from nanochat.engine.models.decoder import Decoder
@@ -235,7 +236,8 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             # The matrix library's workspace of this stream must not come from a graph's memory.
-            self._decoder.compute_logits(torch.zeros_like(self._decoder.norm).unsqueeze(0))
+            square = torch.zeros((64, 64), dtype=self._decoder.dtype, device=device)
+            F.linear(square, square)
             # "thread_local": what other threads of the process do with the device meanwhile is no fault of
             # ours. `torch.cuda.graph` would collect garbage and empty the allocator's cache each time.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

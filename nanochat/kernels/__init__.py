@@ -14,20 +14,26 @@ import torch
 
 from nanochat.kernels import checks, cpu
 from nanochat.kernels.cache import AttentionBatch, LayerCache
+from nanochat.kernels.normed import Normed
 from nanochat.kernels.rows import StepRows, StepTokens
 
 __all__ = [
     "AttentionBatch",
     "LayerCache",
+    "Normed",
     "StepRows",
     "StepTokens",
     "attention",
     "decode_attention",
     "expand_rows",
     "gelu_tanh_mul",
+    "linear",
+    "linear_add_norm",
     "prefill_attention",
     "rms_norm",
     "rope",
+    "rope_store",
+    "silu_linear",
     "silu_mul",
     "store_kv",
 ]
@@ -96,6 +102,47 @@ def rope(
     )
 
 
+def linear(
+    x: torch.Tensor | Normed,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``x @ weight.T + bias`` of ``x [T, in]``, ``weight [out, in]``, ``bias [out]``: ``[T, out]``.
+
+    The result has ``weight``'s type, or ``dtype``.
+    """
+    checks.check_linear(x, weight, bias)
+    return _backend(weight).linear(x, weight, bias, dtype=dtype)
+
+
+def silu_linear(
+    x: torch.Tensor | Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`silu_mul` of `linear`, of ``x [T, in]`` and ``weight [2I, in]`` (gate first): ``[T, I]``."""
+    checks.check_linear(x, weight, bias)
+    return _backend(weight).silu_linear(x, weight, bias)
+
+
+def linear_add_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    *,
+    plus_one: bool = False,
+) -> tuple[Normed, torch.Tensor]:
+    """`rms_norm` of `linear` plus ``residual``: the normed rows, and the sum, both of ``[T, out]``.
+
+    ``residual [T, out]`` is of ``x``'s type or float32, and so is the sum.
+    """
+    checks.check_linear(x, weight, bias)
+    return _backend(weight).linear_add_norm(x, weight, bias, residual, norm_weight, eps, plus_one=plus_one)
+
+
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` of ``gate_up [T, 2I]`` (gate first); returns ``[T, I]``."""
     checks.check_gate_up(gate_up)
@@ -118,6 +165,38 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.T
     """
     checks.check_store_kv(k, v, cache, slots)
     _backend(k).store_kv(k, v, cache, slots)
+
+
+def rope_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    cache: LayerCache,
+    slots: torch.Tensor,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+) -> torch.Tensor:
+    """`rope`, then `store_kv` of the rotated k: returns the new q."""
+    checks.check_rope(q, k, positions, cos_sin, q_norm, k_norm)
+    checks.check_store_kv(k, v, cache, slots)
+    return _backend(q).rope_store(
+        q,
+        k,
+        v,
+        positions,
+        cos_sin,
+        cache,
+        slots,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+        plus_one=plus_one,
+    )
 
 
 def attention(

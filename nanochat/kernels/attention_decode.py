@@ -29,6 +29,7 @@ from nanochat.kernels.attention_common import (
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.triton_utils import (
     INTERPRETED,
+    dependent_launch,
     device_info,
     next_power_of_2,
     tanh,
@@ -148,6 +149,7 @@ def launch_decode(
         CAPPED=softcap > 0,
         NATIVE=not INTERPRETED,
         INTEGER_DOT=device_info(q.device).capability >= 80,
+        DEPENDENT=dependent_launch(q.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -191,7 +193,12 @@ def _decode_kernel(
     CAPPED: tl.constexpr,
     NATIVE: tl.constexpr,
     INTEGER_DOT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
+    if DEPENDENT:
+        # Once all programs of this grid have their places, those of the next kernel may take what is left and
+        # fetch their weights. This one itself starts late: with some places taken, its own would be uneven.
+        tl.extra.cuda.gdc_launch_dependents()
     # INT8 values are read as pairs of neighbouring dims: even and odd dims are multiplied apart.
     INT8: tl.constexpr = k_scale_ptr is not None
     STEP: tl.constexpr = 2 if INT8 else 1

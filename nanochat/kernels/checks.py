@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from nanochat.kernels.cache import AttentionBatch, LayerCache
+from nanochat.kernels.normed import Normed
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -52,6 +53,16 @@ def check_rope(
         if weight is not None:
             same = weight.shape == (dim,) and weight.dtype == q.dtype and weight.device == q.device
             _expect(same, name, "[D], of q's type and device", weight)
+
+
+def check_linear(x: torch.Tensor | Normed, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    rows = x.values if isinstance(x, Normed) else x
+    fits = rows.dim() == 2 and weight.dim() == 2 and rows.shape[1] == weight.shape[1]
+    same = rows.dtype == weight.dtype and rows.device == weight.device
+    _expect(fits and same, "x", "[T, in] of weight's inner size, type and device", rows)
+    if bias is not None:
+        known = bias.dtype == weight.dtype and bias.device == weight.device
+        _expect(known and bias.shape == weight.shape[:1], "bias", "[out], like weight", bias)
 
 
 def check_gate_up(gate_up: torch.Tensor) -> None:

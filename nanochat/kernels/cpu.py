@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from nanochat.kernels.cache import LayerCache
 from nanochat.kernels.cpu_attention import attention, decode_attention, prefill_attention
+from nanochat.kernels.normed import Normed
 from nanochat.kernels.reference import FLOAT16_MAX, INT8_MAX, JUST_BELOW_HALF, expand_rows
 
 __all__ = [
@@ -17,9 +18,13 @@ __all__ = [
     "decode_attention",
     "expand_rows",
     "gelu_tanh_mul",
+    "linear",
+    "linear_add_norm",
     "prefill_attention",
     "rms_norm",
     "rope",
+    "rope_store",
+    "silu_linear",
     "silu_mul",
     "store_kv",
 ]
@@ -114,3 +119,58 @@ def _quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x.div_(divisor.unsqueeze(-1)).clamp_(-INT8_MAX, INT8_MAX)
     x += torch.copysign(torch.tensor(JUST_BELOW_HALF), x)
     return x.to(torch.int8), scale  # which truncates
+
+
+def linear(
+    x: torch.Tensor | Normed,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """See `nanochat.kernels.linear`."""
+    rows = x.finished() if isinstance(x, Normed) else x
+    out = F.linear(rows, weight, bias)
+    return out if dtype is None else out.to(dtype)
+
+
+def silu_linear(
+    x: torch.Tensor | Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `nanochat.kernels.silu_linear`."""
+    return silu_mul(linear(x, weight, bias))
+
+
+def linear_add_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    *,
+    plus_one: bool = False,
+) -> tuple[Normed, torch.Tensor]:
+    """See `nanochat.kernels.linear_add_norm`."""
+    normed, summed = rms_norm(linear(x, weight, bias), norm_weight, eps, residual, plus_one=plus_one)
+    return Normed(normed), summed
+
+
+def rope_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    cache: LayerCache,
+    slots: torch.Tensor,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+) -> torch.Tensor:
+    """See `nanochat.kernels.rope_store`."""
+    q, k = rope(q, k, positions, cos_sin, q_norm=q_norm, k_norm=k_norm, eps=eps, plus_one=plus_one)
+    store_kv(k, v, cache, slots)
+    return q

@@ -8,8 +8,10 @@ from nanochat.kernels.activation import gelu_tanh_mul, silu_mul
 from nanochat.kernels.attention_decode import decode_attention
 from nanochat.kernels.attention_prefill import prefill_attention
 from nanochat.kernels.cache import AttentionBatch, LayerCache
+from nanochat.kernels.gpu_linear import linear, linear_add_norm, silu_linear
 from nanochat.kernels.kv_store import store_kv
 from nanochat.kernels.norm_rope import rms_norm, rope
+from nanochat.kernels.rope_and_store import rope_store
 from nanochat.kernels.row_expansion import expand_rows
 
 __all__ = [
@@ -17,9 +19,13 @@ __all__ = [
     "decode_attention",
     "expand_rows",
     "gelu_tanh_mul",
+    "linear",
+    "linear_add_norm",
     "prefill_attention",
     "rms_norm",
     "rope",
+    "rope_store",
+    "silu_linear",
     "silu_mul",
     "store_kv",
 ]

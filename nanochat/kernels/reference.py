@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from nanochat.kernels.cache import AttentionBatch, LayerCache
+from nanochat.kernels.normed import Normed
 from nanochat.kernels.rows import StepRows, StepTokens, allocate_tokens
 
 INT8_MAX = 127.0
@@ -215,3 +216,58 @@ def expand_rows(
         blocks = table[positions // block_size].long()
         tokens.slots[first:end] = blocks * block_size + positions % block_size
     return tokens
+
+
+def linear(
+    x: torch.Tensor | Normed,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """See `nanochat.kernels.linear`."""
+    rows = x.finished() if isinstance(x, Normed) else x
+    exact = rows.float() @ weight.float().T + (0.0 if bias is None else bias.float())
+    return exact.to(dtype or weight.dtype)
+
+
+def silu_linear(
+    x: torch.Tensor | Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `nanochat.kernels.silu_linear`."""
+    return silu_mul(linear(x, weight, bias))
+
+
+def linear_add_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    *,
+    plus_one: bool = False,
+) -> tuple[Normed, torch.Tensor]:
+    """See `nanochat.kernels.linear_add_norm`."""
+    normed, summed = rms_norm(linear(x, weight, bias), norm_weight, eps, residual, plus_one=plus_one)
+    return Normed(normed), summed
+
+
+def rope_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    cache: LayerCache,
+    slots: torch.Tensor,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+) -> torch.Tensor:
+    """See `nanochat.kernels.rope_store`."""
+    q, k = rope(q, k, positions, cos_sin, q_norm=q_norm, k_norm=k_norm, eps=eps, plus_one=plus_one)
+    store_kv(k, v, cache, slots)
+    return q

@@ -1,7 +1,8 @@
 """Token ids from logits on the GPU: temperature, top-k, top-p, min-p and one random number a row, no sort.
 
-One program a row. The likeliest tokens, a few thousand at most, are first copied aside in the order of their
-ids; if they provably hold everything the filters keep, all later passes read only those, else the whole row.
+What must read the whole row is shared among many programs (`sampling_scan`), then one program a row chooses. For
+rows with filters the likeliest tokens, a few thousand at most, were copied aside in the order of their ids; if
+they provably hold everything the filters keep, all passes read only those, else the whole row.
 The score at which top-k and then top-p cut is found by bisection over the scores' bit patterns, each step
 counting tokens or adding weights above a score: exact, and a few passes over little memory instead of a sort
 of the vocabulary. The token is drawn by inverting the distribution function in the order of ids.
@@ -15,14 +16,20 @@ import torch
 import triton
 import triton.language as tl
 
+from nanochat.kernels.sampling_scan import (
+    BIN_WIDTH,
+    choose_bins,
+    has_filter,
+    load_best,
+    load_scores,
+    scan_rows,
+)
 from nanochat.kernels.triton_utils import dependent_launch, enter
 
 _BLOCK = 8192
-"""Scores a program reads at once, and at most copies aside."""
-_BINS = tl.constexpr(7)
-_BIN_WIDTH = tl.constexpr(2.0)
-"""Tokens are first binned by how far, in units of temperature, their score lies below the best: in bins of
-this width, and beyond the last."""
+"""Scores a row's program reads at once, and at most finds copied aside."""
+_CHUNK = 2048
+"""Scores a program that shares a row reads."""
 
 
 def sample_tokens(
@@ -70,10 +77,19 @@ def sample_tokens(
                 f"it is {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
             )
     token_ids = torch.empty(rows, dtype=torch.int64, device=scores.device)
-    candidates = torch.empty((rows, _BLOCK), dtype=torch.float32, device=scores.device)
-    candidate_ids = torch.empty((rows, _BLOCK), dtype=torch.int32, device=scores.device)
     dependent = dependent_launch(scores.device)
-    _sample_kernel[(rows,)](
+    scan = scan_rows(
+        scores,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        chunk=_CHUNK,
+        max_candidates=_BLOCK,
+        dependent=dependent,
+    )
+    chunks = scan.best.shape[1]
+    _choose_kernel[(rows,)](
         scores,
         temperature,
         top_k,
@@ -82,10 +98,18 @@ def sample_tokens(
         seeds,
         positions,
         token_ids,
-        candidates,
-        candidate_ids,
+        scan.best,
+        scan.best_ids,
+        scan.weights,
+        scan.bins,
+        scan.masses,
+        scan.candidates,
+        scan.candidate_ids,
         scores.stride(0),
         vocab_size,
+        chunks,
+        CHUNKS=triton.next_power_of_2(chunks),
+        CHUNK=_CHUNK,
         BLOCK=_BLOCK,
         DEPENDENT=dependent,
         num_warps=16,
@@ -95,7 +119,7 @@ def sample_tokens(
 
 
 @triton.jit
-def _sample_kernel(
+def _choose_kernel(
     scores_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     top_k_ptr: tl.tensor,
@@ -104,48 +128,67 @@ def _sample_kernel(
     seeds_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     token_ids_ptr: tl.tensor,
+    best_ptr: tl.tensor,
+    best_ids_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    bins_ptr: tl.tensor,
+    masses_ptr: tl.tensor,
     candidates_ptr: tl.tensor,
     candidate_ids_ptr: tl.tensor,
     scores_stride: int,
     vocab_size: int,
+    chunks: int,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     enter(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     scores_ptr += row * scores_stride
-    candidates_ptr += row * BLOCK
-    candidate_ids_ptr += row * BLOCK
     temperature = tl.load(temperature_ptr + row)
+    index = tl.arange(0, CHUNKS)
+    bests = load_best(best_ptr + row * chunks, chunks, CHUNKS)
+    best_ids = tl.load(best_ids_ptr + row * chunks + index, mask=index < chunks, other=0)
+    best = tl.max(bests, 0)
+    if (temperature == 0.0) | (best == float("-inf")):
+        # Chunks' ids ascend, so the lowest of equals is the lowest of all; if all are -inf, it is 0.
+        tl.store(token_ids_ptr + row, tl.min(tl.where(bests == best, best_ids, 2147483647), 0).to(tl.int64))
+        return
+
+    uniform = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+    masses = tl.load(weights_ptr + row * chunks + index, mask=index < chunks, other=0.0).to(tl.float64)
+    if not has_filter(top_k_ptr, top_p_ptr, min_p_ptr, row):
+        sums = tl.cumsum(masses, 0)
+        target = uniform * tl.max(sums, 0)
+        # A target that rounding has put at the end belongs to the last chunk that weighs anything.
+        chunk = tl.min(tl.where(sums > target, index, CHUNKS), 0)
+        last = tl.max(tl.where(masses > 0.0, index, 0), 0)
+        chunk = tl.minimum(chunk, last)
+        before = tl.sum(tl.where(index < chunk, masses, 0.0), 0)
+        scores = load_scores(scores_ptr, chunk * CHUNK, vocab_size, CHUNK)
+        weights = tl.exp((scores - best) / temperature)
+        place = _find(weights, before, target, CHUNK)
+        tl.store(token_ids_ptr + row, (chunk * CHUNK + place).to(tl.int64))
+        return
+
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
     min_p = tl.load(min_p_ptr + row)
-
-    best, best_id = _best_score(scores_ptr, vocab_size, BLOCK)
-    if (temperature == 0.0) | (best == float("-inf")):
-        tl.store(token_ids_ptr + row, best_id.to(tl.int64))
-        return
-
+    total = tl.sum(masses, 0)
+    last_bin, count, _ = choose_bins(bins_ptr + 2 * row * chunks, chunks, CHUNKS, BLOCK)
+    copied = tl.load(masses_ptr + row * chunks + index, mask=index < chunks, other=0.0)
+    if top_k > 0:
+        is_copy = top_k <= count
+    elif top_p < 1.0:
+        is_copy = (count > 0) & (tl.sum(copied.to(tl.float64), 0) >= top_p * total)
+    else:
+        is_copy = tl.exp(-(last_bin + 1) * BIN_WIDTH) < min_p * 0.999
     source_ptr = scores_ptr
     size = vocab_size
-    is_copy = False
-    total = tl.full([], 0.0, tl.float64)
-    if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
-        last_bin, count, total = _choose_candidates(scores_ptr, vocab_size, best, temperature, BLOCK)
-        mass = _copy_candidates(
-            scores_ptr, vocab_size, best, temperature, last_bin, candidates_ptr, candidate_ids_ptr, BLOCK
-        )
-        # The copy's stores must be seen by the loads of other threads.
-        tl.debug_barrier()
-        if top_k > 0:
-            is_copy = top_k <= count
-        elif top_p < 1.0:
-            is_copy = (count > 0) & (mass >= top_p * total)
-        else:
-            is_copy = tl.exp(-(last_bin + 1) * _BIN_WIDTH) < min_p * 0.999
-        if is_copy:
-            source_ptr = candidates_ptr
-            size = count
+    if is_copy:
+        source_ptr = candidates_ptr + row * BLOCK
+        size = count
 
     # Tokens above the cut are kept, and the first `ties` of those at the cut.
     cut = tl.full([], -(2**31), tl.int64)
@@ -165,20 +208,10 @@ def _sample_kernel(
         needed = tl.minimum(needed, vocab_size * 1.0).to(tl.int32)
         ties = tl.where(cut == top_k_cut, tl.minimum(ties, needed), needed)
 
-    uniform = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
-    index = _draw(source_ptr, size, cut, ties, best, temperature, min_p, uniform, BLOCK)
+    token_id = _draw(source_ptr, size, cut, ties, best, temperature, min_p, uniform, BLOCK)
     if is_copy:
-        index = tl.load(candidate_ids_ptr + index)
-    tl.store(token_ids_ptr + row, index.to(tl.int64))
-
-
-@triton.jit
-def _load_scores(source_ptr: tl.tensor, start: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """A block of scores: -inf for NaN and past the end, the largest float for +inf, no negative zero."""
-    index = start + tl.arange(0, BLOCK)
-    scores = tl.load(source_ptr + index, mask=index < size, other=float("-inf"))
-    scores = tl.where(scores == scores, scores, float("-inf"))
-    return tl.minimum(scores, 3.4028234663852886e38) + 0.0
+        token_id = tl.load(candidate_ids_ptr + row * BLOCK + token_id)
+    tl.store(token_ids_ptr + row, token_id.to(tl.int64))
 
 
 @triton.jit
@@ -196,74 +229,6 @@ def _score_of(key: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _best_score(scores_ptr: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """The greatest score and the lowest id that has it; id 0 if all are -inf."""
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    best_start = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, size, BLOCK):
-        scores = _load_scores(scores_ptr, start, size, BLOCK)
-        best_start = tl.where(scores > best, start, best_start)
-        best = tl.maximum(best, scores)
-    greatest = tl.max(best, 0)
-    ids = best_start + tl.arange(0, BLOCK)
-    return greatest, tl.min(tl.where(best == greatest, ids, 2147483647), 0)
-
-
-@triton.jit
-def _bin_of(scores: tl.tensor, best: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    return tl.minimum((best - scores) / temperature * (1.0 / _BIN_WIDTH), _BINS * 1.0).to(tl.int32)
-
-
-@triton.jit
-def _choose_candidates(
-    scores_ptr: tl.tensor, size: tl.tensor, best: tl.tensor, temperature: tl.tensor, BLOCK: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The last bin up to which the tokens number at most ``BLOCK``, their number, and the row's weight."""
-    # A byte for each bin: a lane counts one token a block, and no vocabulary has 255 blocks.
-    counts = tl.zeros([BLOCK], tl.int64)
-    weights = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, size, BLOCK):
-        scores = _load_scores(scores_ptr, start, size, BLOCK)
-        counts += tl.full([BLOCK], 1, tl.int64) << (8 * _bin_of(scores, best, temperature)).to(tl.int64)
-        weights += tl.exp((scores - best) / temperature)
-    last_bin = -1
-    chosen = tl.full([], 0, tl.int32)
-    count = tl.full([], 0, tl.int32)
-    for index in tl.static_range(_BINS):
-        count += tl.sum(((counts >> (8 * index)) & 255).to(tl.int32), 0)
-        last_bin = tl.where(count <= BLOCK, index, last_bin)
-        chosen = tl.where(count <= BLOCK, count, chosen)
-    return last_bin, chosen, tl.sum(weights.to(tl.float64), 0)
-
-
-@triton.jit
-def _copy_candidates(
-    scores_ptr: tl.tensor,
-    size: tl.tensor,
-    best: tl.tensor,
-    temperature: tl.tensor,
-    last_bin: tl.tensor,
-    candidates_ptr: tl.tensor,
-    candidate_ids_ptr: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
-    """Copy the scores up to ``last_bin`` and their ids, in order; returns their weight."""
-    copied = tl.full([], 0, tl.int32)
-    weights = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, size, BLOCK):
-        scores = _load_scores(scores_ptr, start, size, BLOCK)
-        chosen = _bin_of(scores, best, temperature) <= last_bin
-        count = tl.sum(chosen.to(tl.int32), 0)
-        if count > 0:
-            places = copied + tl.cumsum(chosen.to(tl.int32), 0) - 1
-            tl.store(candidates_ptr + places, scores, mask=chosen)
-            tl.store(candidate_ids_ptr + places, start + tl.arange(0, BLOCK), mask=chosen)
-            weights += tl.where(chosen, tl.exp((scores - best) / temperature), 0.0)
-            copied += count
-    return tl.sum(weights.to(tl.float64), 0)
-
-
-@triton.jit
 def _above(
     source_ptr: tl.tensor,
     size: tl.tensor,
@@ -276,7 +241,7 @@ def _above(
     counts = tl.zeros([BLOCK], tl.int32)
     weights = tl.zeros([BLOCK], tl.float32)
     for start in range(0, size, BLOCK):
-        scores = _load_scores(source_ptr, start, size, BLOCK)
+        scores = load_scores(source_ptr, start, size, BLOCK)
         above = _key_of(scores) > key
         counts += above.to(tl.int32)
         weights += tl.where(above, tl.exp((scores - best) / temperature), 0.0)
@@ -347,7 +312,7 @@ def _draw(
     all_weights = tl.zeros([BLOCK], tl.float32)
     at_cut = tl.full([], 0, tl.int32)
     for start in range(0, size, BLOCK):
-        scores = _load_scores(source_ptr, start, size, BLOCK)
+        scores = load_scores(source_ptr, start, size, BLOCK)
         weights, num_ties = _kept_weights(scores, at_cut, cut, ties, best, temperature, min_p)
         all_weights += weights
         at_cut += num_ties
@@ -359,20 +324,30 @@ def _draw(
     last_kept = 0
     offsets = tl.arange(0, BLOCK)
     while (index < 0) & (start < size):
-        scores = _load_scores(source_ptr, start, size, BLOCK)
+        scores = load_scores(source_ptr, start, size, BLOCK)
         weights, num_ties = _kept_weights(scores, at_cut, cut, ties, best, temperature, min_p)
         mass = tl.sum(weights, 0).to(tl.float64)
         if mass > 0.0:
             last_kept = start + tl.max(tl.where(weights > 0, offsets, 0), 0)
         if before + mass > target:
-            sums = before + tl.cumsum(weights.to(tl.float64), 0)
-            first = tl.min(tl.where((sums > target) & (weights > 0), offsets, BLOCK), 0)
-            # By rounding, the running sum may fall short of the block's: then the last token it is.
-            index = tl.where(first < BLOCK, start + first, last_kept)
+            index = start + _find(weights, before, target, BLOCK)
         before += mass
         at_cut += num_ties
         start += BLOCK
     return tl.where(index >= 0, index, last_kept)
+
+
+@triton.jit
+def _find(weights: tl.tensor, before: tl.tensor, target: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """The first of a block at which ``before`` and the weights so far exceed ``target``.
+
+    By rounding, they may fall short of a sum over the block that does: then the last of any weight it is.
+    """
+    offsets = tl.arange(0, BLOCK)
+    sums = before + tl.cumsum(weights.to(tl.float64), 0)
+    first = tl.min(tl.where((sums > target) & (weights > 0), offsets, BLOCK), 0)
+    last_kept = tl.max(tl.where(weights > 0, offsets, 0), 0)
+    return tl.where(first < BLOCK, first, last_kept)
 
 
 @triton.jit

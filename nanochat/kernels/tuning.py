@@ -70,3 +70,32 @@ def prefill_config(capability: int, block_d: int, q_bytes: int, kv_bytes: int, c
     if block_d > 128:
         return PrefillConfig(64, 32, 4, 2)
     return PrefillConfig(64, 64, 4, 2) if context <= 512 else PrefillConfig(128, 32, 4, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """How a linear map of few rows is cut."""
+
+    split: int
+    """Warps of a program, each with a part of the inner dimension."""
+    step: int
+    """Of the inner dimension, what a warp multiplies at once."""
+    repeat: int
+    """Sixteens of outputs a program."""
+    row_tile: int
+    """Rows multiplied at once: 8, 16 or 32."""
+
+
+def linear_config(capability: int, rows: int, in_size: int, out_size: int, parts: int) -> LinearConfig | None:
+    """For ``rows`` times ``[parts * out_size, in_size]`` in 16 bits; None where cuBLAS is faster or must do."""
+    if capability < 80 or rows == 0 or out_size % 16:
+        return None
+    if rows > 32 or (rows > 16 and 2 * out_size > in_size) or (rows > 8 and out_size > 32_768):
+        return None
+    row_tile = 8 if rows <= 8 else 16 if rows <= 16 else 32
+    for split in (2, 4, 8):
+        if in_size * parts <= 512 * split:  # 128 registers a thread
+            for step in (64, 32):
+                if in_size % (split * step) == 0:
+                    return LinearConfig(split, step, 1, row_tile)
+    return None

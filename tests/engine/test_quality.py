@@ -221,6 +221,6 @@ class TestMistakes:
 
     def test_a_model_that_overflows_says_so(self, tiny_llama: Path) -> None:
         meter = make_meter(tiny_llama)
-        meter.model.runner.decoder.norm.fill_(float("inf"))
+        meter.model.runner.decoder.norm.weight.fill_(float("inf"))
         with pytest.raises(NanochatError, match="no finite probabilities in float32"):
             meter.measure(TEXT)

@@ -25,14 +25,21 @@ class Case:
 
 
 def empty_cache(
-    num_blocks: int, block_size: int, kv_heads: int, dim: int, dtype: torch.dtype, *, int8: bool
+    num_blocks: int,
+    block_size: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    int8: bool,
+    device: torch.device | None = None,
 ) -> LayerCache:
     """A cache whose every slot is poison."""
     shape = (num_blocks, block_size, kv_heads, dim)
     if not int8:
-        return LayerCache(*(torch.full(shape, float("nan"), dtype=dtype) for _ in range(2)))
-    data = [torch.full(shape, NAN_BITS_INT8, dtype=torch.int8) for _ in range(2)]
-    scales = [torch.full(shape[:3], float("nan"), dtype=torch.float16) for _ in range(2)]
+        return LayerCache(*(torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2)))
+    data = [torch.full(shape, NAN_BITS_INT8, dtype=torch.int8, device=device) for _ in range(2)]
+    scales = [torch.full(shape[:3], float("nan"), dtype=torch.float16, device=device) for _ in range(2)]
     return LayerCache(*data, *scales)
 
 

@@ -28,13 +28,17 @@ from nanochat.kernels import (
     attention_decode,
     attention_prefill,
     attention_prefill_hopper,
+    gpu_linear,
     kv_store,
     norm_rope,
+    rope_and_store,
     row_expansion,
     sampling,
+    sampling_scan,
     triton_utils,
 )
 from nanochat.kernels.cache import AttentionBatch, LayerCache
+from nanochat.kernels.normed import Normed
 from nanochat.kernels.rows import StepRows
 from nanochat.kernels.triton_utils import INTERPRETED, DeviceInfo
 
@@ -271,15 +275,19 @@ def test_norm_rope_and_activation(monkeypatch: pytest.MonkeyPatch, capability: i
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_sampling(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
-    row = torch.zeros(3)
-    long = torch.zeros(3, dtype=torch.int64)
+@pytest.mark.parametrize("int8", [False, True])
+def test_rope_store(monkeypatch: pytest.MonkeyPatch, capability: int, int8: bool) -> None:
+    q, cache, _ = attention_inputs(capability, 128, int8, 4, 1, 1)
+    weight = torch.zeros(128, dtype=q.dtype)
+    longs, angles = torch.zeros(4, dtype=torch.int64), torch.zeros(64, 128)
     check_launches(
         monkeypatch,
         capability,
-        sampling,
-        "_sample_kernel",
-        lambda: sampling.sample_tokens(torch.zeros(3, 1000), row, row.int(), row, row, long, long),
+        rope_and_store,
+        "_rope_store_kernel",
+        lambda: rope_and_store.rope_store(
+            q, q[:, :8], q[:, 8:], longs, angles, cache, longs, q_norm=weight, k_norm=weight
+        ),
     )
 
 
@@ -294,3 +302,55 @@ def test_expand_rows(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
         "_expand_kernel",
         lambda: row_expansion.expand_rows(StepRows(*ints), last_ids, tables, 16),
     )
+
+
+@pytest.mark.parametrize("capability", [c for c in CAPABILITIES if c.values[0] >= 80])
+def test_linear(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+    """Older GPUs have no kernel of ours."""
+    half = torch.float16 if capability == 86 else torch.bfloat16
+    weight, up, down = (
+        torch.zeros(1, dtype=half).expand(shape).contiguous()
+        for shape in ((256, 1024), (512, 1024), (256, 3072))
+    )
+    for rows in (3, 16) if capability == 90 else (3,):
+        x, wide = torch.zeros(rows, 1024, dtype=half), torch.zeros(rows, 3072, dtype=half)
+        normed = Normed(x, torch.zeros(36, rows), 1e-6)
+        residual = torch.zeros(rows, 256)
+        launches: list[Callable[[], object]] = [
+            lambda x=normed: gpu_linear.linear(x, weight, weight[:, 0].contiguous(), dtype=torch.float32),
+            lambda x=normed: gpu_linear.silu_linear(x, up),
+        ]
+        if half == torch.bfloat16:
+            launches.append(
+                lambda x=wide, r=residual: gpu_linear.linear_add_norm(x, down, None, r, r[0].to(half), 1e-6)
+            )
+        for launch in launches:
+            check_launches(monkeypatch, capability, gpu_linear, "_linear_kernel", launch)
+    wide = torch.zeros(32, 3072, dtype=half)
+    check_launches(
+        monkeypatch, capability, gpu_linear, "_linear_kernel", lambda: gpu_linear.linear(wide, down)
+    )
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_sampling(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+    row = torch.zeros(3)
+    long = torch.zeros(3, dtype=torch.int64)
+    kernels = [
+        (sampling_scan, "_best_kernel"),
+        (sampling_scan, "_weigh_kernel"),
+        (sampling_scan, "_copy_kernel"),
+        (sampling, "_choose_kernel"),
+    ]
+    for module, name in kernels:
+        with monkeypatch.context() as patch:
+            for other_module, other in kernels:
+                if other != name:
+                    patch.setattr(other_module, other, Recorder(getattr(other_module, other)))
+            check_launches(
+                patch,
+                capability,
+                module,
+                name,
+                lambda: sampling.sample_tokens(torch.zeros(3, 9000), row, row.int(), row, row, long, long),
+            )

@@ -99,6 +99,39 @@ def test_store_kv(dtype: torch.dtype, int8: bool, kv_heads: int, dim: int) -> No
             torch.testing.assert_close(value, getattr(expected, name), atol=0, rtol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary_dim"), [(4, 2, 64, 64), (9, 3, 80, 80), (7, 1, 128, 64)]
+)
+def test_rope_store(
+    dtype: torch.dtype, int8: bool, heads: int, kv_heads: int, dim: int, rotary_dim: int
+) -> None:
+    """One launch where a head's halves turn into each other, two elsewhere: the cache is as after two."""
+    tokens = 5
+    packed = randn(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    sizes = (heads * dim, kv_heads * dim, kv_heads * dim)
+    q, k, v = (part.unflatten(1, (-1, dim)) for part in packed.split(sizes, dim=1))
+    angles = randn(40, rotary_dim, seed=1)
+    positions = torch.tensor([0, 39, 7, 7, 1], device=DEVICE)
+    slots = torch.tensor([17, 3, -1, 40, 0], device=DEVICE)
+    for norms in ((None, None), (randn(dim, dtype=dtype, seed=2), randn(dim, dtype=dtype, seed=3))):
+        arguments = {"q_norm": norms[0], "k_norm": norms[1], "plus_one": norms[0] is not None}
+        got, expected = (empty_cache(3, 16, kv_heads, dim, dtype, int8=int8, device=DEVICE) for _ in range(2))
+        new_q = gpu.rope_store(q, k, v, positions, angles, got, slots, **arguments)
+        expected_q, new_k = gpu.rope(q, k, positions, angles, **arguments)
+        gpu.store_kv(new_k, v, expected, slots)
+        assert_close(new_q, expected_q, dtype)
+        for name in ("k", "v", "k_scale", "v_scale"):
+            value = getattr(got, name)
+            if value is not None:
+                # A rotated value, and the greatest of its head, may be rounded the other way: a step each.
+                steps = 2 if value.dtype == torch.int8 else TOLERANCE[dtype]
+                torch.testing.assert_close(
+                    value, getattr(expected, name), atol=steps, rtol=TOLERANCE[dtype], equal_nan=True
+                )
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_quantisation_rounds_every_half_away_from_zero(dtype: torch.dtype) -> None:
     """Values on a half of a step, and their neighbours, for a scale of one and of many bits."""

@@ -58,6 +58,7 @@ def test_tokens_are_those_of_the_engine(kind: str, monkeypatch: pytest.MonkeyPat
     if INTERPRETED:
         # Several blocks a row, and candidates that hold some rows' tokens but not all.
         monkeypatch.setattr(sampling, "_BLOCK", 128)
+        monkeypatch.setattr(sampling, "_CHUNK", 64)
     generator = torch.Generator().manual_seed(0)
     vocab_size = 600 if INTERPRETED else 151_936
     scores = (

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from nanochat import kernels
 from nanochat.engine.models.families import ModelConfig
-from nanochat.engine.models.layers import Allocator, DecoderLayer, Linear
+from nanochat.engine.models.layers import Allocator, DecoderLayer, Linear, Norm
 from nanochat.engine.models.rope import cos_sin_table
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 
@@ -30,7 +30,7 @@ class Decoder:
         self.dtype = dtype
         self.embedding = allocate.tensor(config.vocab_size, config.hidden_size)
         self.layers = [DecoderLayer(config, layer, allocate) for layer in config.layers]
-        self.norm = allocate.tensor(config.hidden_size)
+        self.norm = Norm(allocate.tensor(config.hidden_size), config.rms_norm_eps, config.norm_plus_one)
         self.lm_head = (
             Linear(self.embedding)
             if config.tie_word_embeddings
@@ -78,17 +78,26 @@ class Decoder:
         # The residual stream is float32, whatever the weights are: adding up 60 outputs in BF16 costs
         # more accuracy than any other part of the model (docs/quality.md), and float32 costs no time.
         x = x.float()
-        residual: torch.Tensor | None = None
-        for layer, cos_sin, cache in zip(self.layers, self._cos_sin, caches, strict=True):
-            x, residual = layer(x, residual, positions, slots, cos_sin, attention, cache)
-        normed, _ = kernels.rms_norm(
-            x, self.norm, self.config.rms_norm_eps, residual, plus_one=self.config.norm_plus_one
-        )
-        return normed
+        norms = [*(layer.attention_norm for layer in self.layers), self.norm]
+        first, residual = norms[0](x)
+        normed = kernels.Normed(first)
+        for index, (layer, cos_sin, cache) in enumerate(zip(self.layers, self._cos_sin, caches, strict=True)):
+            normed, residual = layer(
+                normed,
+                residual,
+                norms[index + 1],
+                positions,
+                slots,
+                cos_sin,
+                attention,
+                cache,
+                finish=index == len(self.layers) - 1,
+            )
+        return normed.values
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[S, hidden]`` to ``[S, vocab]`` float32."""
-        logits = self.lm_head(hidden).float()
+        logits = self.lm_head(hidden, torch.float32)
         if self.config.final_softcap:
             logits = torch.tanh(logits / self.config.final_softcap) * self.config.final_softcap
         return logits

@@ -9,17 +9,36 @@ Knows nothing of files, requests or schedules.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from nanochat import kernels
 from nanochat.engine.models.families import Activation, LayerConfig, ModelConfig, MoEConfig
+from nanochat.kernels import Normed
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 
 
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMS norm's parameters."""
+
+    weight: torch.Tensor
+    """``[hidden]``"""
+    eps: float
+    plus_one: bool
+    """Whether rows are multiplied by ``weight + 1``."""
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normed sum and the sum itself, ``[T, hidden]`` each."""
+        return kernels.rms_norm(x, self.weight, self.eps, residual, plus_one=self.plus_one)
+
+
 class Linear:
-    """``y = x @ weight.T + bias``. The one place where another weight format would differ."""
+    """``y = x @ weight.T + bias``, and what may be computed with it. Another weight format differs here alone."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight = weight
@@ -27,9 +46,19 @@ class Linear:
         self.bias = bias
         """``[out]``"""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[T, in]`` to ``[T, out]``."""
-        return F.linear(x, self.weight, self.bias)
+    def __call__(self, x: torch.Tensor | Normed, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """``[T, in]`` to ``[T, out]``, of ``x``'s type or ``dtype``."""
+        return kernels.linear(x, self.weight, self.bias, dtype=dtype)
+
+    def silu(self, x: Normed) -> torch.Tensor:
+        """``[T, in]`` to ``[T, out / 2]``: SiLU of the first half of the outputs, times the second."""
+        return kernels.silu_linear(x, self.weight, self.bias)
+
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> tuple[Normed, torch.Tensor]:
+        """Added to the residual stream and normed: the normed sum and the sum, ``[T, out]`` each."""
+        return kernels.linear_add_norm(
+            x, self.weight, self.bias, residual, norm.weight, norm.eps, plus_one=norm.plus_one
+        )
 
 
 class Allocator:
@@ -70,32 +99,36 @@ class Attention:
 
     def __call__(
         self,
-        x: torch.Tensor,
+        x: Normed,
         positions: torch.Tensor,
         slots: torch.Tensor,
         cos_sin: torch.Tensor | None,
         batch: AttentionBatch,
         cache: LayerCache,
     ) -> torch.Tensor:
-        """``[T, hidden]`` to ``[T, hidden]``; K and V are stored before anything is attended to."""
+        """``[T, hidden]`` to ``[T, H * D]``, for ``out``; K and V are stored before anything is attended to."""
         q, k, v = self.qkv(x).split(self.sizes, dim=-1)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
         if cos_sin is not None:
-            q, k = kernels.rope(
+            q = kernels.rope_store(
                 q,
                 k,
+                v,
                 positions,
                 cos_sin,
+                cache,
+                slots,
                 q_norm=self.q_norm,
                 k_norm=self.k_norm,
                 eps=self.eps,
                 plus_one=self.plus_one,
             )
-        kernels.store_kv(k, v, cache, slots)
+        else:
+            kernels.store_kv(k, v, cache, slots)
         mixed = kernels.attention(q, cache, batch, scale=self.scale, window=self.window, softcap=self.softcap)
-        return self.out(mixed.flatten(1))
+        return mixed.flatten(1)
 
 
 class MLP:
@@ -107,10 +140,11 @@ class MLP:
         """Rows: gate, then up."""
         self.down = allocate.linear(inner, config.hidden_size, bias=config.mlp_bias)
         self.activate = activation(config.activation)
+        self.is_silu = config.activation == "silu"
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[T, hidden]`` to ``[T, hidden]``."""
-        return self.down(self.activate(self.gate_up(x)))
+    def __call__(self, x: Normed) -> torch.Tensor:
+        """``[T, hidden]`` to ``[T, I]``, for ``down``."""
+        return self.gate_up.silu(x) if self.is_silu else self.activate(self.gate_up(x))
 
 
 class MoE:
@@ -149,44 +183,62 @@ class DecoderLayer:
     """Attention and MLP, each on a normalised input and added to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, allocate: Allocator) -> None:
+        def norm() -> Norm:
+            return Norm(allocate.tensor(config.hidden_size), config.rms_norm_eps, config.norm_plus_one)
+
         self.attention = Attention(config, layer, allocate)
         self.mlp: MLP | MoE
         if layer.sparse and config.moe is not None:
             self.mlp = MoE(config, config.moe, allocate)
         else:
             self.mlp = MLP(config, allocate)
-        self.attention_norm = allocate.tensor(config.hidden_size)
-        self.mlp_norm = allocate.tensor(config.hidden_size)
-        self.attention_out_norm = allocate.tensor(config.hidden_size) if config.output_norms else None
-        self.mlp_out_norm = allocate.tensor(config.hidden_size) if config.output_norms else None
-        self.eps = config.rms_norm_eps
-        self.plus_one = config.norm_plus_one
+        self.attention_norm = norm()
+        self.mlp_norm = norm()
+        self.attention_out_norm = norm() if config.output_norms else None
+        self.mlp_out_norm = norm() if config.output_norms else None
 
     def __call__(
         self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
+        x: Normed,
+        residual: torch.Tensor,
+        next_norm: Norm,
         positions: torch.Tensor,
         slots: torch.Tensor,
         cos_sin: torch.Tensor | None,
         batch: AttentionBatch,
         cache: LayerCache,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x`` is the last layer's MLP output, not yet added to ``residual``; so is what is returned."""
-        normed, residual = self._norm(x, self.attention_norm, residual)
-        mixed = self.attention(normed, positions, slots, cos_sin, batch, cache)
-        if self.attention_out_norm is not None:
-            mixed, _ = self._norm(mixed, self.attention_out_norm)
-        normed, residual = self._norm(mixed, self.mlp_norm, residual)
-        mixed = self.mlp(normed)
-        if self.mlp_out_norm is not None:
-            mixed, _ = self._norm(mixed, self.mlp_out_norm)
-        return mixed, residual
+        *,
+        finish: bool = False,
+    ) -> tuple[Normed, torch.Tensor]:
+        """``x`` is ``residual`` under this layer's first norm; returns the new one under ``next_norm``, and it.
 
-    def _norm(
-        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return kernels.rms_norm(x, weight, self.eps, residual, plus_one=self.plus_one)
+        With ``finish`` the norm's division is done, whatever that costs.
+        """
+        mixed = self.attention(x, positions, slots, cos_sin, batch, cache)
+        x, residual = _add_norm(self.attention.out, mixed, self.attention_out_norm, residual, self.mlp_norm)
+        if isinstance(self.mlp, MoE):
+            return _normed(self.mlp(x.finished()), self.mlp_out_norm, residual, next_norm)
+        if finish:
+            return _normed(self.mlp.down(self.mlp(x)), self.mlp_out_norm, residual, next_norm)
+        return _add_norm(self.mlp.down, self.mlp(x), self.mlp_out_norm, residual, next_norm)
+
+
+def _add_norm(
+    linear: Linear, x: torch.Tensor, out_norm: Norm | None, residual: torch.Tensor, norm: Norm
+) -> tuple[Normed, torch.Tensor]:
+    """``residual`` plus the linear map of ``x``, itself under ``out_norm`` if there is one; and the sum normed."""
+    if out_norm is None:
+        return linear.add_norm(x, residual, norm)
+    return _normed(linear(x), out_norm, residual, norm)
+
+
+def _normed(
+    x: torch.Tensor, out_norm: Norm | None, residual: torch.Tensor, norm: Norm
+) -> tuple[Normed, torch.Tensor]:
+    if out_norm is not None:
+        x, _ = out_norm(x)
+    normed, residual = norm(x, residual)
+    return Normed(normed), residual
 
 
 def activation(name: Activation) -> Callable[[torch.Tensor], torch.Tensor]:

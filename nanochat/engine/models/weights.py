@@ -236,7 +236,7 @@ def _destinations(decoder: Decoder, stored: dict[str, StoredTensor]) -> Iterator
     yield f"{prefix}embed_tokens.weight", decoder.embedding
     for index, layer in enumerate(decoder.layers):
         yield from _layer_destinations(f"{prefix}layers.{index}.", decoder.config, layer, stored)
-    yield f"{prefix}norm.weight", decoder.norm
+    yield f"{prefix}norm.weight", decoder.norm.weight
     if not decoder.config.tie_word_embeddings:
         yield head, decoder.lm_head.weight
 
@@ -265,13 +265,13 @@ def _layer_destinations(
     if attention.q_norm is not None and attention.k_norm is not None:
         yield f"{prefix}self_attn.q_norm.weight", attention.q_norm
         yield f"{prefix}self_attn.k_norm.weight", attention.k_norm
-    yield f"{prefix}input_layernorm.weight", layer.attention_norm
+    yield f"{prefix}input_layernorm.weight", layer.attention_norm.weight
     if layer.attention_out_norm is not None and layer.mlp_out_norm is not None:
-        yield f"{prefix}post_attention_layernorm.weight", layer.attention_out_norm
-        yield f"{prefix}pre_feedforward_layernorm.weight", layer.mlp_norm
-        yield f"{prefix}post_feedforward_layernorm.weight", layer.mlp_out_norm
+        yield f"{prefix}post_attention_layernorm.weight", layer.attention_out_norm.weight
+        yield f"{prefix}pre_feedforward_layernorm.weight", layer.mlp_norm.weight
+        yield f"{prefix}post_feedforward_layernorm.weight", layer.mlp_out_norm.weight
     else:
-        yield f"{prefix}post_attention_layernorm.weight", layer.mlp_norm
+        yield f"{prefix}post_attention_layernorm.weight", layer.mlp_norm.weight
     if isinstance(layer.mlp, MoE):
         yield from _expert_destinations(f"{prefix}mlp.", layer.mlp, stored)
         return

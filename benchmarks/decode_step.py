@@ -1,0 +1,197 @@
+"""One decode step, as the engine's CUDA graph runs it, split into its parts in microseconds.
+
+    PYTHONPATH=. python benchmarks/decode_step.py --rows 1,32 --json results.json
+
+The model has the shape of Qwen3-0.6B and random weights, BF16. A step is timed whole, by replays of its graph.
+Its parts come from a trace of one replay: kernels overlap, so each is given the time from the end of the one
+that ended before it to its own end, and the parts add up to the step. The floor is the bytes that must be read
+(weights, and K and V of the context) over the bandwidth of a copy on the same card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine import SHAPES, hardware, model_config
+from kernel_harness import copy_bandwidth
+from torch.profiler import ProfilerActivity, profile
+
+from nanochat.engine.decode_graphs import DecodeInputs, decode
+from nanochat.engine.models.decoder import Decoder
+from nanochat.engine.models.families import load_model_config
+from nanochat.engine.models.layers import Norm
+from nanochat.kernels.cache import LayerCache
+
+BLOCK_SIZE = 16
+REPLAYS = 30
+
+
+def random_decoder(shape: dict[str, int]) -> Decoder:
+    """A decoder of this shape on the GPU; norms are ones, everything else is small and random."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(model_config(shape)))
+        decoder = Decoder(load_model_config(Path(folder)), torch.device("cuda"), torch.bfloat16)
+    for tensor in _tensors(decoder):
+        if tensor.dim() == 1:
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(std=tensor.shape[-1] ** -0.5)
+    return decoder
+
+
+def _tensors(root: object) -> list[torch.Tensor]:
+    """Every tensor that hangs on an object of ours."""
+    found: dict[int, torch.Tensor] = {}
+    waiting = [root]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            found[id(value)] = value
+        elif isinstance(value, list):
+            waiting += value
+        elif isinstance(value, Norm):
+            found[id(value.weight)] = value.weight
+        elif type(value).__module__.startswith("nanochat.engine.models.layers") or value is root:
+            waiting += vars(value).values()
+    return list(found.values())
+
+
+def make_inputs(
+    decoder: Decoder, rows: int, context: int, *, int8: bool
+) -> tuple[DecodeInputs, list[LayerCache]]:
+    """``rows`` rows whose new token is the last of ``context``, at temperature 0 (``set_temperature`` changes it)."""
+    device, config = decoder.device, decoder.config
+    per_row = -(-context // BLOCK_SIZE)
+    shape = (rows * per_row, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    caches = []
+    for _ in decoder.layers:
+        if int8:
+            values = [torch.randint(-127, 128, shape, dtype=torch.int8, device=device) for _ in range(2)]
+            scales = [torch.full(shape[:3], 0.01, dtype=torch.float16, device=device) for _ in range(2)]
+            caches.append(LayerCache(*values, *scales))
+        else:
+            caches.append(LayerCache(*(torch.randn(shape, device=device).bfloat16() for _ in range(2))))
+    inputs = DecodeInputs(rows, per_row, context, device)
+    tables = torch.randperm(rows * per_row, device=device).view(rows, per_row)
+    inputs.attention.block_tables.copy_(tables)
+    inputs.attention.context_lens.fill_(context)
+    inputs.positions.fill_(context - 1)
+    inputs.slots.copy_(tables[:, -1] * BLOCK_SIZE + (context - 1) % BLOCK_SIZE)
+    inputs.input_ids.copy_(torch.randint(0, config.vocab_size, (rows,), device=device))
+    inputs.sampling.top_p.fill_(1.0)
+    return inputs, caches
+
+
+def capture(decoder: Decoder, inputs: DecodeInputs, caches: list[LayerCache]) -> torch.cuda.CUDAGraph:
+    decoder.reserve_positions(inputs.attention.max_context_len)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        decode(decoder, caches, inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        decode(decoder, caches, inputs)
+    return graph
+
+
+def time_us(graph: torch.cuda.CUDAGraph) -> float:
+    """Median of several replays, each by itself."""
+    times = []
+    for _ in range(REPLAYS + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times[3:])
+
+
+def parts_us(graph: torch.cuda.CUDAGraph) -> dict[str, dict[str, float]]:
+    """By kernel: launches in a step, and its share of the step's time, medians over replays."""
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        for _ in range(5):
+            graph.replay()
+            torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.end, event.time_range.start, event.name)
+        for event in trace.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    steps = len(spans) // 5
+    shares: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    for step in range(1, 5):
+        last = None
+        for end, start, name in spans[step * steps : (step + 1) * steps]:
+            name = short_name(name)
+            shares[name] += end - (start if last is None else max(last, 0.0))
+            counts[name] += 1
+            last = end
+    return {name: {"launches": counts[name] / 4, "us": shares[name] / 4} for name in shares}
+
+
+def short_name(name: str) -> str:
+    name = re.sub(r"^void |<.*|\(.*", "", name)
+    return name.split("::")[-1][:48]
+
+
+def measure(
+    decoder: Decoder, rows: int, context: int, temperature: float, bandwidth: float, *, int8: bool
+) -> dict[str, Any]:
+    with torch.inference_mode():
+        inputs, caches = make_inputs(decoder, rows, context, int8=int8)
+        inputs.sampling.temperature.fill_(temperature)
+        graph = capture(decoder, inputs, caches)
+        kv_bytes = sum(cache.k.nbytes + cache.v.nbytes for cache in caches)
+        floor = (decoder.weight_bytes + kv_bytes) / bandwidth / 1e6
+        step = time_us(graph)
+        return {
+            "rows": rows,
+            "context": context,
+            "temperature": temperature,
+            "int8": int8,
+            "step_us": step,
+            "floor_us": floor,
+            "parts": parts_us(graph),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--rows", default="1,32")
+    parser.add_argument("--context", type=int, default=384)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--kv", choices=["auto", "int8"], default="auto")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth()
+    decoder = random_decoder(SHAPES[options.shape])
+    report: dict[str, Any] = {**hardware(), "copy_tb_per_s": bandwidth, "shape": options.shape, "steps": []}
+    for rows in map(int, options.rows.split(",")):
+        step = measure(
+            decoder, rows, options.context, options.temperature, bandwidth, int8=options.kv == "int8"
+        )
+        report["steps"].append(step)
+        print(f"{rows} rows of {options.context}: {step['step_us']:.0f} us, floor {step['floor_us']:.0f}")
+        for name, part in sorted(step["parts"].items(), key=lambda item: -item[1]["us"]):
+            print(f"  {part['us']:8.1f}  {part['launches']:5.0f} x {name}", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Linear maps and what is computed with them against the definitions: on the CPU, and on a GPU if there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanochat import kernels
+from nanochat.kernels import reference
+from nanochat.kernels.normed import Normed
+from nanochat.kernels.tuning import linear_config
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
+SIZES = [(576, 1536), (1024, 3072), (896, 4864), (48, 40), (2048, 1024)]
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Of the norm; float32 is multiplied in TF32 at worst."""
+
+
+def randn(device: str, dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def assert_near(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    assert got.shape == expected.shape
+    assert got.dtype == expected.dtype
+    error = (got.double() - expected.double()).norm() / expected.double().norm()
+    assert error < tolerance, float(error)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 17, 32, 70])
+def test_linear_and_silu_linear(device: str, dtype: torch.dtype, rows: int) -> None:
+    for in_size, out_size in SIZES:
+        x = randn(device, dtype, rows, in_size)
+        weight = randn(device, dtype, 2 * out_size, in_size, seed=1) / in_size**0.5
+        bias = randn(device, dtype, 2 * out_size, seed=2)
+        # As a kernel leaves it that can't divide yet.
+        parts = torch.rand(5, rows, generator=torch.Generator().manual_seed(3)).to(device) * in_size
+        for rows_in in (x, Normed(x), Normed(x, parts, 1e-5)):
+            for each in (None, bias):
+                assert_near(
+                    kernels.linear(rows_in, weight, each),
+                    reference.linear(rows_in, weight, each),
+                    TOLERANCE[dtype],
+                )
+                assert_near(
+                    kernels.silu_linear(rows_in, weight, each),
+                    reference.silu_linear(rows_in, weight, each),
+                    TOLERANCE[dtype],
+                )
+        wide = kernels.linear(x, weight, dtype=torch.float32)
+        assert_near(wide, reference.linear(x, weight, dtype=torch.float32), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, 16, 32, 70])
+@pytest.mark.parametrize("plus_one", [False, True])
+def test_linear_add_norm(device: str, dtype: torch.dtype, rows: int, plus_one: bool) -> None:
+    for in_size, out_size in SIZES:
+        x = randn(device, dtype, rows, in_size)
+        weight = randn(device, dtype, out_size, in_size, seed=1) / in_size**0.5
+        bias = randn(device, dtype, out_size, seed=2)
+        norm_weight = randn(device, dtype, out_size, seed=3)
+        residual = randn(device, torch.float32, rows, out_size, seed=4) * 3
+        arguments = (x, weight, bias, residual, norm_weight, 1e-5)
+        normed, summed = kernels.linear_add_norm(*arguments, plus_one=plus_one)
+        expected, expected_sum = reference.linear_add_norm(*arguments, plus_one=plus_one)
+        assert_near(summed, expected_sum, TOLERANCE[dtype])
+        assert_near(normed.finished(), expected.finished(), TOLERANCE[dtype])
+
+
+def test_rows_that_a_caller_sees_as_views() -> None:
+    """Rows of a packed projection have a stride of their own."""
+    for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+        packed = randn(device, torch.bfloat16, 4, 3072)
+        weight = randn(device, torch.bfloat16, 256, 1024, seed=1) / 32
+        for start in (0, 1024, 1025):
+            x = packed[:, start : start + 1024]
+            assert_near(kernels.linear(x, weight), reference.linear(x, weight), 1e-2)
+
+
+def test_every_config_divides_its_shape() -> None:
+    """Whatever a model's sizes are: the kernel masks rows, but neither inputs nor outputs."""
+    for in_size in (64, 96, 576, 896, 1024, 1536, 2048, 2560, 3072, 4096, 4864, 8192, 14_336):
+        for rows in (1, 8, 16, 32):
+            for parts in (1, 2):
+                config = linear_config(90, rows, in_size, 1024, parts)
+                if config is not None:
+                    assert in_size % (config.split * config.step) == 0
+                    assert 1024 % (16 * config.repeat) == 0
+                    assert config.row_tile >= min(rows, 32)
+    assert linear_config(90, 1, 1024, 1000, 1) is None
+    assert linear_config(75, 1, 1024, 1024, 1) is None
+    assert linear_config(90, 65, 1024, 1024, 1) is None
+
+
+def test_wrong_arguments_are_refused() -> None:
+    x, weight = torch.zeros(2, 8), torch.zeros(4, 8)
+    with pytest.raises(ValueError, match="x must be"):
+        kernels.linear(x[:, :7], weight)
+    with pytest.raises(ValueError, match="x must be"):
+        kernels.linear(Normed(x.half()), weight)
+    with pytest.raises(ValueError, match="bias must be"):
+        kernels.silu_linear(x, weight, torch.zeros(3))
