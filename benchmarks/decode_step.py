@@ -24,10 +24,13 @@ from engine import SHAPES, hardware, model_config
 from kernel_harness import copy_bandwidth
 from torch.profiler import ProfilerActivity, profile
 
-from nanochat.engine.decode_graphs import DecodeInputs, decode
+from nanochat.engine.config import SamplingParams
 from nanochat.engine.models.decoder import Decoder
 from nanochat.engine.models.families import load_model_config
 from nanochat.engine.models.layers import Norm
+from nanochat.engine.request import Request
+from nanochat.engine.step_graphs import StepGraphs
+from nanochat.engine.step_plan import ScheduledChunk, StepPlan
 from nanochat.kernels.cache import LayerCache
 
 BLOCK_SIZE = 16
@@ -64,13 +67,13 @@ def _tensors(root: object) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def make_inputs(
-    decoder: Decoder, rows: int, context: int, *, int8: bool
-) -> tuple[DecodeInputs, list[LayerCache]]:
-    """``rows`` rows whose new token is the last of ``context``, at temperature 0 (``set_temperature`` changes it)."""
-    device, config = decoder.device, decoder.config
-    per_row = -(-context // BLOCK_SIZE)
+def record(
+    decoder: Decoder, rows: int, context: int, temperature: float, *, int8: bool
+) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A step of ``rows`` rows whose new token is the last of ``context``, and the bytes of K and V it reads."""
+    config, per_row = decoder.config, -(-context // BLOCK_SIZE)
     shape = (rows * per_row, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    device = decoder.device
     caches = []
     for _ in decoder.layers:
         if int8:
@@ -79,28 +82,25 @@ def make_inputs(
             caches.append(LayerCache(*values, *scales))
         else:
             caches.append(LayerCache(*(torch.randn(shape, device=device).bfloat16() for _ in range(2))))
-    inputs = DecodeInputs(rows, per_row, context, device)
-    tables = torch.randperm(rows * per_row, device=device).view(rows, per_row)
-    inputs.attention.block_tables.copy_(tables)
-    inputs.attention.context_lens.fill_(context)
-    inputs.positions.fill_(context - 1)
-    inputs.slots.copy_(tables[:, -1] * BLOCK_SIZE + (context - 1) % BLOCK_SIZE)
-    inputs.input_ids.copy_(torch.randint(0, config.vocab_size, (rows,), device=device))
-    inputs.sampling.top_p.fill_(1.0)
-    return inputs, caches
-
-
-def capture(decoder: Decoder, inputs: DecodeInputs, caches: list[LayerCache]) -> torch.cuda.CUDAGraph:
-    decoder.reserve_positions(inputs.attention.max_context_len)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        decode(decoder, caches, inputs)
+    tables = torch.randperm(rows * per_row).view(rows, per_row).tolist()
+    params = SamplingParams(temperature=temperature)
+    chunks = [
+        ScheduledChunk(
+            Request(row, list(range(context)), params, block_table=table), context - 1, 1, samples=True
+        )
+        for row, table in enumerate(tables)
+    ]
+    plan = StepPlan(0, tuple(chunks), (), ())
+    graphs = StepGraphs(
+        decoder, caches, max_num_seqs=rows, max_num_tokens=max(rows, 32), max_model_len=context
+    )
+    fitting = graphs.shapes.fit(plan)
+    if fitting is None:
+        raise ValueError("a step that only decodes fits no shape")
+    graphs.run(plan, fitting)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        decode(decoder, caches, inputs)
-    return graph
+    kv_bytes = sum(cache.k.nbytes + cache.v.nbytes for cache in caches)
+    return graphs._recordings[fitting].graph, kv_bytes
 
 
 def time_us(graph: torch.cuda.CUDAGraph) -> float:
@@ -149,19 +149,14 @@ def measure(
     decoder: Decoder, rows: int, context: int, temperature: float, bandwidth: float, *, int8: bool
 ) -> dict[str, Any]:
     with torch.inference_mode():
-        inputs, caches = make_inputs(decoder, rows, context, int8=int8)
-        inputs.sampling.temperature.fill_(temperature)
-        graph = capture(decoder, inputs, caches)
-        kv_bytes = sum(cache.k.nbytes + cache.v.nbytes for cache in caches)
-        floor = (decoder.weight_bytes + kv_bytes) / bandwidth / 1e6
-        step = time_us(graph)
+        graph, kv_bytes = record(decoder, rows, context, temperature, int8=int8)
         return {
             "rows": rows,
             "context": context,
             "temperature": temperature,
             "int8": int8,
-            "step_us": step,
-            "floor_us": floor,
+            "step_us": time_us(graph),
+            "floor_us": (decoder.weight_bytes + kv_bytes) / bandwidth / 1e6,
             "parts": parts_us(graph),
         }
 
