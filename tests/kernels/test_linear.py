@@ -40,18 +40,11 @@ def test_linear_and_silu_linear(device: str, dtype: torch.dtype, rows: int) -> N
         bias = randn(device, dtype, 2 * out_size, seed=2)
         # As a kernel leaves it that can't divide yet.
         parts = torch.rand(5, rows, generator=torch.Generator().manual_seed(3)).to(device) * in_size
-        for rows_in in (x, Normed(x), Normed(x, parts, 1e-5)):
-            for each in (None, bias):
-                assert_near(
-                    kernels.linear(rows_in, weight, each),
-                    reference.linear(rows_in, weight, each),
-                    TOLERANCE[dtype],
-                )
-                assert_near(
-                    kernels.silu_linear(rows_in, weight, each),
-                    reference.silu_linear(rows_in, weight, each),
-                    TOLERANCE[dtype],
-                )
+        for rows_in, each in ((x, None), (Normed(x), None), (Normed(x, parts, 1e-5), bias)):
+            got, expected = kernels.linear(rows_in, weight, each), reference.linear(rows_in, weight, each)
+            assert_near(got, expected, TOLERANCE[dtype])
+            got = kernels.silu_linear(rows_in, weight, each)
+            assert_near(got, reference.silu_linear(rows_in, weight, each), TOLERANCE[dtype])
         wide = kernels.linear(x, weight, dtype=torch.float32)
         assert_near(wide, reference.linear(x, weight, dtype=torch.float32), TOLERANCE[dtype])
 

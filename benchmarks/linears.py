@@ -1,0 +1,190 @@
+"""The linear maps of one decode step at a few rows: ours in every cut, cuBLAS', and the floor by bandwidth.
+
+    PYTHONPATH=. python benchmarks/linears.py --rows 1,8,16,32 --json results.json
+
+Shapes are Qwen3-0.6B's, in BF16, and each map does what it does in a step: q, k and v, and gate and up, divide
+by the norm; gate and up end in SiLU and product; o and down add the residual, and norm; ``lm_head`` gives
+float32. A map is timed over as many weights as the model has layers, one after another in one CUDA graph; cuBLAS'
+time is that of its product alone. Every result is compared with float64. Compiling takes minutes: ``--warm I/N`` compiles a
+share of the cuts and checks them, so that ``N`` processes can do it side by side with one Triton cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from engine import hardware
+from kernel_harness import copy_bandwidth, time_us
+
+from nanochat.kernels.gpu_linear import launch_linear
+from nanochat.kernels.normed import Normed
+from nanochat.kernels.tuning import LinearConfig, linear_config
+
+LAYERS = 28
+MAX_ERROR = 6e-3
+"""Of the result's norm, in BF16."""
+
+
+class Shape(NamedTuple):
+    """A map of a step, and what is computed with it."""
+
+    out_size: int
+    in_size: int
+    parts: int = 1
+    """2: gate and up."""
+    normed: bool = False
+    adds: bool = False
+
+
+SHAPES = {
+    "qkv": Shape(4096, 1024, normed=True),
+    "o": Shape(1024, 2048, adds=True),
+    "gate_up": Shape(3072, 1024, parts=2, normed=True),
+    "down": Shape(1024, 3072, adds=True),
+    "lm_head": Shape(151_936, 1024),
+}
+
+
+class Case:
+    """Inputs and outputs of a map at some rows; what is not written stays NaN."""
+
+    def __init__(self, shape: Shape, rows: int) -> None:
+        def randn(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.randn(size, device="cuda", dtype=dtype)
+
+        def nan(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.full(size, float("nan"), device="cuda", dtype=dtype)
+
+        self.shape = shape
+        squares = torch.rand(64, rows, device="cuda") * shape.in_size / 64 + 1 if shape.normed else None
+        self.x = Normed(randn(rows, shape.in_size), squares, 1e-6)
+        is_logits = shape.out_size > 32_768
+        self.out = nan(rows, shape.out_size, dtype=torch.float32 if is_logits else torch.bfloat16)
+        self.epilogue = None
+        if shape.adds:
+            residual, norm = randn(rows, shape.out_size, dtype=torch.float32), randn(shape.out_size)
+            sums = (nan(rows, shape.out_size), nan(shape.out_size // 16, rows))
+            self.epilogue = (residual, norm, *sums)
+
+    def run(self, weight: torch.Tensor, config: LinearConfig) -> None:
+        gated = self.shape.parts == 2
+        launch_linear(self.x, weight, None, self.out, config, gated=gated, epilogue=self.epilogue)
+
+    def error(self, weight: torch.Tensor, config: LinearConfig) -> float:
+        """The worst of all results', relative to float64's norm."""
+        self.run(weight, config)
+        exact = self.x.values.double() @ weight.double().T
+        if self.x.squares is not None:
+            mean = self.x.squares.double().sum(0) / self.shape.in_size
+            exact *= torch.rsqrt(mean + self.x.eps).unsqueeze(1)
+        if self.shape.parts == 2:
+            gate, up = exact.chunk(2, dim=-1)
+            exact = torch.nn.functional.silu(gate) * up
+        errors = []
+        if self.epilogue is not None:
+            residual, norm, summed, squares = self.epilogue
+            exact += residual
+            errors.append(relative(summed, exact))
+            programs = self.shape.out_size // 16 // config.repeat
+            errors.append(relative(squares[:programs].double().sum(0), exact.pow(2).sum(1)))
+            exact *= norm
+        return max(*errors, relative(self.out, exact), 0.0)
+
+
+def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
+    """NaN counts as infinite."""
+    error = float((got.double() - exact).norm() / exact.norm())
+    return error if error == error else float("inf")
+
+
+def weights(shape: Shape, count: int) -> list[torch.Tensor]:
+    size = (shape.parts * shape.out_size, shape.in_size)
+    return [torch.randn(size, device="cuda").bfloat16() / shape.in_size**0.5 for _ in range(count)]
+
+
+def cuts(shape: Shape, rows: int) -> Iterator[LinearConfig]:
+    """All that fit the registers."""
+    for split in (2, 4, 8, 16):
+        for step in (32, 64, 128):
+            for repeat in (1, 2) if rows <= 8 else (1, 2, 4):
+                for row_tile in (8,) if rows <= 8 else (16,) if rows <= 16 else (16, 32):
+                    registers = shape.in_size * repeat * shape.parts // (4 * split)
+                    used = registers + step * row_tile // 32 + repeat * row_tile * shape.parts
+                    divides = shape.in_size % (split * step) == 0
+                    if divides and registers <= 160 and used <= 250 and split * (registers + 40) <= 2048:
+                        yield LinearConfig(split, step, repeat, row_tile)
+
+
+def warm(all_rows: list[int], index: int, count: int) -> None:
+    jobs = [(shape, rows, cut) for shape in SHAPES.values() for rows in all_rows for cut in cuts(shape, rows)]
+    own = {shape: weights(shape, 1)[0] for shape in SHAPES.values()}
+    for shape, rows, cut in jobs[index::count]:
+        error = Case(shape, rows).error(own[shape], cut)
+        if error > MAX_ERROR:
+            raise SystemExit(f"{shape}, {rows} rows, {cut}: error {error}")
+
+
+def measure(name: str, all_rows: list[int], bandwidth: float) -> list[dict[str, Any]]:
+    shape = SHAPES[name]
+    own = weights(shape, 4 if name == "lm_head" else LAYERS)
+    figures = []
+    for rows in all_rows:
+        case = Case(shape, rows)
+
+        def ours(cut: LinearConfig, case: Case = case) -> list[Callable[[], object]]:
+            return [lambda weight=weight: case.run(weight, cut) for weight in own]
+
+        times = {cut: time_us(ours(cut)) for cut in cuts(shape, rows)}
+        ranked = sorted(times, key=times.__getitem__)
+        used = linear_config(90, rows, shape.in_size, shape.out_size, shape.parts)
+        x = case.x.values
+        figures.append(
+            {
+                "map": name,
+                "rows": rows,
+                "floor_us": own[0].nbytes / bandwidth / 1e6,
+                "cublas_us": time_us([lambda w=w, x=x: torch.nn.functional.linear(x, w) for w in own]),
+                "used": asdict(used) if used else None,
+                "best": [{**asdict(cut), "us": times[cut]} for cut in ranked[:8]],
+            }
+        )
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", default="1,8,16,32")
+    parser.add_argument("--warm", metavar="I/N", help="compile and check a share of all cuts, time nothing")
+    parser.add_argument("--json", type=Path, help="write the report here")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    all_rows = [int(rows) for rows in options.rows.split(",")]
+    if options.warm:
+        index, count = map(int, options.warm.split("/"))
+        warm(all_rows, index, count)
+        return
+    bandwidth = copy_bandwidth()
+    report: dict[str, Any] = {**hardware(), "copy_tb_per_s": bandwidth, "maps": []}
+    for name in SHAPES:
+        report["maps"] += (figures := measure(name, all_rows, bandwidth))
+        for figure in figures:
+            best = " ".join(f"{cut['us']:.2f}" for cut in figure["best"])
+            print(
+                f"{name:8} {figure['rows']:3} rows: floor {figure['floor_us']:.2f} "
+                f"cuBLAS {figure['cublas_us']:.2f} ours {best}",
+                flush=True,
+            )
+        if options.json:
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
