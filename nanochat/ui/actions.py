@@ -116,7 +116,7 @@ ACTIONS: tuple[Action, ...] = (
         Action("preset", "Preset", "take the settings that the settings file has under a name", slash="preset", argument="[NAME]"),
         Action("set", "Sampling settings", "show or set, such as /set temperature 0.2", slash="set", argument="NAME VALUE"),
         Action("think", "Reasoning", "whether the model reasons first; keep: its reasoning stays in the context", slash="think", argument="[on|off|default|keep|drop]"),
-        Action("model", "Model", "which model runs, where, and with what cache", slash="model"),
+        Action("model", "Model", "which one runs, where, and with what cache; or load another", slash="model", argument="[NAME]"),
         Action("toggle_theme", "Theme", "dark, light or contrast; without a name the next one", slash="theme", argument="[NAME]"),
     ),
     *_group(

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -91,7 +92,10 @@ class NanochatApp(App[None]):
         self._system = system
         self._sampling = dict(sampling or {})
         self._archive = Archive(history_file, self.post_message)
+        self._config = config
         self._loader = Loader(config, self.post_message)
+        self._config_before: EngineConfig | None = None
+        """What to load again if another model, chosen by the user, can't be loaded."""
         self._bridge: Bridge | None = None
         self._interrupted_s = -QUIT_WINDOW_S
         for theme in THEMES:
@@ -134,11 +138,32 @@ class NanochatApp(App[None]):
     def on_load_progressed(self, event: LoadProgressed) -> None:
         self.main_screen.show_load(LoadState(progress=event.progress))
 
+    def switch_model(self, model: str) -> None:
+        """Load another model in place of the one that runs; no chat may be answering."""
+        if self._bridge is None:
+            return
+        engine, self._bridge = self._bridge.release(), None
+        self.main_screen.release()
+        self._config_before, config = self._config, replace(self._config, model=model)
+        self._load(config, engine.close)
+
+    def _load(self, config: EngineConfig, before: Callable[[], object]) -> None:
+        """Load on a thread, after something else; both models at once might not fit the memory."""
+        self._config, self._loader = config, Loader(config, self.post_message, before)
+        self._loader.start()
+
     def on_load_failed(self, event: LoadFailed) -> None:
+        if self._config_before is not None:
+            main = self.main_screen
+            main.tell(main.chat, sanitize_line(event.error, 2_000), "error")
+            config, self._config_before = self._config_before, None
+            self._load(config, lambda: None)
+            return
         self.load_error = sanitize_line(event.error, 2_000)
         self.main_screen.fail(self.load_error)
 
     def on_engine_ready(self, event: EngineReady) -> None:
+        self._config_before = None
         self._bridge = Bridge(event.engine, self._sampling, self.main_screen.post_message, self._archive.grew)
         self.main_screen.start(self._bridge)
 

@@ -111,7 +111,7 @@ class Bridge:
         self._keep = keep
         self._contexts: Contexts = Contexts(engine.tokenizer)
         self._live: dict[int, _Live] = {}
-        self._prompts: queue.SimpleQueue[Prompt] = queue.SimpleQueue()
+        self._prompts: queue.SimpleQueue[Prompt | None] = queue.SimpleQueue()
         self._stopping: set[int] = set()
         threading.Thread(target=self._submit_prompts, name="nanochat-submit", daemon=True).start()
 
@@ -216,10 +216,18 @@ class Bridge:
             live.handle.cancel()
         self._live.clear()
 
+    def release(self) -> Engine:
+        """End every request and the submitting thread, so that nothing here holds the engine; returns it."""
+        self.stop_all()
+        self._prompts.put(None)
+        return self.engine
+
     def _submit_prompts(self) -> None:
-        """Runs on the submitting thread, a daemon that ends with the process."""
+        """Runs on the submitting thread, a daemon that ends with the process or when it is released."""
         while True:
             prompt = self._prompts.get()
+            if prompt is None:
+                return
             try:
                 prepared = self._contexts.prepare(prompt)
                 handle = self.engine.submit(prepared.token_ids, self.sampling_params(prompt.sampling))

@@ -95,6 +95,12 @@ class ChatScreen(PaneScreen):
             pane.restore_prompt(text)
         return text
 
+    def release(self) -> None:
+        """Another model is to be loaded: what is asked from now on waits for it."""
+        self.bridge = None
+        self.show_load(LoadState())
+        self.show_tabs()
+
     def start(self, bridge: Bridge) -> None:
         """The engine is there: send what waits for it."""
         self.bridge = bridge

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -72,8 +73,14 @@ class Loader:
     Not a Textual worker: those are waited for on exit, and importing PyTorch can't be interrupted.
     """
 
-    def __init__(self, config: EngineConfig, post: Callable[[Message], object]) -> None:
-        """``post`` must be safe to call from any thread."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        post: Callable[[Message], object],
+        before: Callable[[], object] | None = None,
+    ) -> None:
+        """``post`` must be safe to call from any thread; ``before`` is called on the loader's own first."""
+        self._before = before
         self._config = config
         self._post = post
         self._is_abandoned = threading.Event()
@@ -100,6 +107,10 @@ class Loader:
     def _run(self) -> None:
         _let_the_screen_go_first()
         try:
+            if self._before is not None:
+                self._before()
+                self._before = None  # it may hold the model that has just ended
+                gc.collect()
             self._report(Progress("Starting PyTorch"))
             from nanochat.engine.engine import Engine
 

@@ -16,6 +16,7 @@ from nanochat.ui.settings_dialog import ChatSettings, SettingsDialog
 if TYPE_CHECKING:
     from nanochat.settings import Preset
     from nanochat.ui.app import NanochatApp
+    from nanochat.ui.bridge import Bridge
 
 THINKING: dict[str, bool | None] = {"on": True, "off": False, "default": None}
 
@@ -126,18 +127,25 @@ class SettingsActions(ChatScreen):
         now = ChatSettings(chat.system, dict(chat.sampling))
         self.app.push_screen(SettingsDialog(now, defaults, self.presets, self.bridge.sampling_params), take)
 
-    def action_model(self) -> None:
-        """What runs, and how to run another."""
+    def action_model(self, argument: str = "") -> None:
+        """Load the named model instead; without a name, say what runs."""
         if self.bridge is None:
             self.notify("The model isn't loaded yet.")
-            return
-        engine = self.bridge.engine
-        stats = engine.stats()
-        size = self.bridge.engine.config.block_size
+        elif not argument:
+            self._describe_model(self.bridge)
+        elif self.workspace.busy:
+            busy = fmt.plural(len(self.workspace.busy), "chat")
+            self.notify(f"{busy} still answering; stop that first (Esc), then choose another model.")
+        else:
+            app: NanochatApp = self.app  # type: ignore[assignment]
+            app.switch_model("" if argument == "default" else argument)
+
+    def _describe_model(self, bridge: Bridge) -> None:
+        engine, stats, size = bridge.engine, bridge.engine.stats(), bridge.engine.config.block_size
         self.tell(
             self.workspace.active,
             f"{sanitize_line(engine.model_name)} on {engine.device_name}, KV cache {engine.kv_dtype_name}: "
             f"{fmt.count(stats.blocks_total)} blocks of {size} tokens, at most "
             f"{fmt.count(engine.max_model_len)} tokens a chat. Files: {sanitize_line(str(engine.model_dir), 300)}. "
-            "To run another, start nanochat with --model, or set model in the settings file.",
+            "/model followed by a folder, a .gguf file or a Hub id loads another.",
         )

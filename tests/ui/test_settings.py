@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ from nanochat.ui.line_input import TextInput
 from nanochat.ui.sampling_commands import parse_setting, parse_settings, parse_value, show_value
 from nanochat.ui.settings_dialog import SettingsDialog
 from nanochat.ui.theme import THEMES
-from tests.ui.driver import started
+from tests.tiny_model import write_tiny_llama
+from tests.ui.driver import ENDLESS, LONG, started
 
 
 @pytest.mark.parametrize(
@@ -193,3 +196,47 @@ async def test_no_color_leaves_only_greys(
         styles = [segment.style for strip in strips for segment in strip]
         colours = {style.color.triplet for style in styles if style and style.color and style.color.triplet}
         assert all(red == green == blue for red, green, blue in colours) == is_set
+
+
+async def test_another_model_takes_over_with_the_chats_so_far(tiny_llama: Path, tmp_path: Path) -> None:
+    other = write_tiny_llama(tmp_path / "other-llama", seed=3)
+    async with started(tiny_llama) as driver:
+        first = await driver.ask("Hello")
+        old = weakref.ref(driver.app.main_screen.bridge.engine)
+        await driver.say(f"/model {other}")
+        await driver.until_seen("other-llama · cpu")
+        again = await driver.ask("Hello")
+        assert [message.model for message in driver.chat.path[1::2]] == ["tiny-llama", "other-llama"]
+        assert driver.chat.path[1].output.text == first
+        assert again != first
+        gc.collect()
+        assert old() is None, "the model that was loaded before still takes memory"
+
+
+async def test_a_question_meanwhile_waits_for_the_other_model(tiny_llama: Path, tmp_path: Path) -> None:
+    other = write_tiny_llama(tmp_path / "other-llama", seed=3)
+    async with started(tiny_llama) as driver:
+        driver.prompt.text = f"/model {other}"
+        await driver.press("enter")
+        await driver.say("Early")
+        await driver.until_idle()
+        assert driver.chat.path[1].model == "other-llama"
+        assert driver.answer_text()
+
+
+async def test_a_model_that_cannot_be_loaded_leaves_the_one_before(tiny_llama: Path, tmp_path: Path) -> None:
+    async with started(tiny_llama) as driver:
+        await driver.say(f"/model {tmp_path / 'nosuch'}")
+        await driver.until(lambda: any("nosuch" in notice for notice in driver.notices()))
+        await driver.until_ready()
+        await driver.until_seen("tiny-llama · cpu")
+        await driver.ask("Hello")
+        assert driver.app.load_error is None
+
+
+async def test_the_model_stays_while_a_chat_answers(long_llama: Path) -> None:
+    async with started(long_llama, sampling=ENDLESS, **LONG) as driver:
+        await driver.say("Go")
+        await driver.say("/model default")
+        await driver.until_told("1 chat still answering")
+        assert driver.app.main_screen.bridge is not None
