@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import get_args
 
-from nanochat.engine.config import Device, DType, EngineConfig, KVDType
+from nanochat.engine.config import Device, DType, EngineConfig, KVDType, Weights
 from nanochat.settings import Settings, load_settings
 
 EARLY = "early:"
@@ -41,6 +41,7 @@ def add_engine_options(
     option("--kv", "kv_dtype", "type of the KV cache", choices=get_args(KVDType))
     option("--device", "device", "where to run", choices=get_args(Device))
     option("--dtype", "dtype", "type of weights and activations", choices=get_args(DType))
+    option("--weights", "weights", "format of the weights on a CPU", choices=get_args(Weights))
     option("--max-model-len", "max_model_len", "longest prompt plus answer, in tokens", type=int, metavar="N")
     option("--kv-blocks", "num_kv_blocks", "KV blocks in the cache", type=int, metavar="N")
     option("--block-size", "block_size", "tokens per KV block", type=int, metavar="N")

@@ -14,6 +14,7 @@ from nanochat.errors import InvalidOption
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVDType = Literal["auto", "int8"]
+Weights = Literal["auto", "fp32", "bf16", "int8", "int4"]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -55,6 +56,8 @@ class EngineConfig:
     device: Device = "auto"
     dtype: DType = "auto"
     """Weights and activations. ``auto``: the widest type that is fast on the device."""
+    weights: Weights = "auto"
+    """Format of the linear maps' weights on a CPU. ``auto``: as compact as the model's file has them."""
     kv_dtype: KVDType = "auto"
     """KV cache; ``auto`` means the same as ``dtype``."""
     block_size: int = 16
@@ -76,6 +79,7 @@ class EngineConfig:
         _require(isinstance(self.model, str), f"model must be text, not {self.model!r}.")
         _require_choice("device", self.device, Device)
         _require_choice("dtype", self.dtype, DType)
+        _require_choice("weights", self.weights, Weights)
         _require_choice("kv_dtype", self.kv_dtype, KVDType)
         _require_int("block_size", self.block_size, 1, 1024)
         if self.num_kv_blocks is not None:

@@ -19,6 +19,9 @@ _DTYPES: dict[DType, torch.dtype] = {
 }
 
 
+_WEIGHT_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
 def choose_device(config: EngineConfig) -> torch.device:
     """``auto`` is the GPU where there is one.
 
@@ -37,12 +40,31 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """``auto`` is BF16 where the hardware multiplies it, else FP16 on a GPU and FP32 on a CPU."""
+    """``auto`` is BF16 where the hardware multiplies it, else FP16 on a GPU and FP32 on a CPU.
+
+    Raises:
+        InvalidOption: the weights asked for are of another type, or not for this device.
+    """
+    _check_weights(config, device)
+    if config.weights in _WEIGHT_DTYPES:
+        return _WEIGHT_DTYPES[config.weights]
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     return torch.bfloat16 if _cpu_multiplies_bf16() else torch.float32
+
+
+def _check_weights(config: EngineConfig, device: torch.device) -> None:
+    if config.weights in ("int8", "int4") and device.type != "cpu":
+        raise InvalidOption(
+            f"--weights {config.weights} is for CPUs only; leave it out, or use --device cpu."
+        )
+    wanted = _WEIGHT_DTYPES.get(config.weights)
+    if wanted is not None and config.dtype != "auto" and _DTYPES[config.dtype] != wanted:
+        raise InvalidOption(
+            f"--weights {config.weights} and --dtype {config.dtype} contradict each other; leave one out."
+        )
 
 
 def _cpu_multiplies_bf16() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nanochat.engine.config import EngineConfig
+from nanochat.engine.config import EngineConfig, Weights
 from nanochat.engine.device import choose_device, choose_dtype, free_cpu_bytes, is_out_of_memory
 from nanochat.engine.memory import (
     allocate_caches,
@@ -16,6 +16,7 @@ from nanochat.engine.memory import (
     choose_num_blocks,
     free_gpu_bytes,
 )
+from nanochat.engine.models.cpu_weights import prepare_weights
 from nanochat.engine.models.decoder import Decoder
 from nanochat.engine.models.families import ModelConfig, load_model_config
 from nanochat.engine.models.resolve import resolve_model
@@ -46,6 +47,8 @@ class LoadedModel:
     runner: Runner
     device: torch.device
     dtype: torch.dtype
+    weights: Weights
+    """Format of most linear maps' weights."""
     kv_dtype: torch.dtype
     num_kv_blocks: int
     max_model_len: int
@@ -78,6 +81,9 @@ def _load(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
     model = load_model_config(resolved.path)
     tokenizer = load_tokenizer(resolved.path)
     decoder = load_decoder(resolved.path, model, device, dtype, progress)
+    weights: Weights = config.weights
+    if device.type == "cpu":
+        weights = prepare_weights(decoder, config.weights, progress)
     progress(Progress("Preparing the KV cache"))
     with torch.inference_mode():
         free_bytes = _free_bytes(config, model, decoder, kv_dtype)
@@ -101,6 +107,7 @@ def _load(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
         runner=runner,
         device=device,
         dtype=dtype,
+        weights=weights,
         kv_dtype=kv_dtype,
         num_kv_blocks=num_blocks,
         max_model_len=max_model_len,

@@ -9,6 +9,7 @@ tokens, ``M`` entries of a block table. All math is float32; results have the ar
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -180,23 +181,18 @@ def rope_store(
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
     plus_one: bool = False,
+    scratch: dict[Any, Any] | None = None,
 ) -> torch.Tensor:
-    """`rope`, then `store_kv` of the rotated k: returns the new q."""
+    """`rope`, then `store_kv` of the rotated k: returns the new q.
+
+    A dict as ``scratch``, the same for all layers of a step, keeps what they share.
+    """
     checks.check_rope(q, k, positions, cos_sin, q_norm, k_norm)
     checks.check_store_kv(k, v, cache, slots)
-    return _backend(q).rope_store(
-        q,
-        k,
-        v,
-        positions,
-        cos_sin,
-        cache,
-        slots,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        eps=eps,
-        plus_one=plus_one,
-    )
+    norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps, "plus_one": plus_one}
+    if q.device.type == "cpu":
+        return cpu.rope_store(q, k, v, positions, cos_sin, cache, slots, **norms, scratch=scratch)
+    return _backend(q).rope_store(q, k, v, positions, cos_sin, cache, slots, **norms)
 
 
 def attention(

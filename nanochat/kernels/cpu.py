@@ -5,6 +5,9 @@ docs/kernels.md has the measurements. Knows nothing of models or schedules.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -40,11 +43,25 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `nanochat.kernels.rms_norm`."""
     summed = x if residual is None else x + residual
-    if plus_one:
-        # 1 + weight may not fit a 16-bit type.
-        return F.rms_norm(summed.float(), weight.shape, 1.0 + weight.float(), eps).to(weight.dtype), summed
-    scale = weight if weight.dtype == summed.dtype else weight.to(summed.dtype)
-    return F.rms_norm(summed, weight.shape, scale, eps).to(weight.dtype), summed
+    if weight.dtype == torch.float32:
+        # Bit for bit what transformers computes.
+        scale = 1.0 + weight if plus_one else weight
+        return F.rms_norm(summed.float(), weight.shape, scale, eps), summed
+    # F.rms_norm is ten kernels on a CPU, each with a new tensor; a 16-bit result doesn't show the difference.
+    size = weight.shape[0]
+    wide = summed.float()
+    # The root of (mean of squares + eps) times the size.
+    root = torch.hypot(torch.linalg.vector_norm(wide, 2, -1, True), _scalar((size * eps) ** 0.5))
+    # 1 + weight may not fit a 16-bit type.
+    scaled = wide * (1.0 + weight.float() if plus_one else weight)
+    out = torch.empty_like(scaled, dtype=weight.dtype)
+    return torch.addcdiv(_scalar(0.0), scaled, root, value=size**0.5, out=out), summed
+
+
+@functools.cache
+def _scalar(value: float) -> torch.Tensor:
+    """Kept, because making it costs as much as using it."""
+    return torch.tensor(value, dtype=torch.float32)
 
 
 def rope(
@@ -57,24 +74,54 @@ def rope(
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
     plus_one: bool = False,
+    scratch: dict[Any, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `nanochat.kernels.rope`. Rotates q and k as one tensor of ``H + Hkv`` heads."""
     half = cos_sin.shape[1] // 2
-    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).split(half, dim=-1)
+    cos, sin = _factors(positions, cos_sin, q.shape[2], scratch)
     parts = []
     for x, weight in ((q, q_norm), (k, k_norm)):
         if weight is not None:
             scale = 1.0 + weight.float() if plus_one else weight.float()
             x = F.rms_norm(x.float(), weight.shape, scale, eps)
         parts.append(x)
-    # Always a new tensor, which may be changed in place.
-    both = torch.cat(parts, dim=1).float()
+    both = _side_by_side(*parts) if q_norm is None and k_norm is None else torch.cat(parts, dim=1)
     first, second = both[..., :half], both[..., half : 2 * half]
-    rotated_first = (first * cos).addcmul_(second, sin, value=-1)
-    second.copy_((second * cos).addcmul_(first, sin))
-    first.copy_(rotated_first)
-    new_q, new_k = both.to(q.dtype).split((q.shape[1], k.shape[1]), dim=1)
+    rotated = both * cos
+    rotated[..., :half].addcmul_(second, sin, value=-1)
+    rotated[..., half : 2 * half].addcmul_(first, sin)
+    new_q, new_k = rotated.to(q.dtype).split((q.shape[1], k.shape[1]), dim=1)
     return new_q, new_k
+
+
+def _factors(
+    positions: torch.Tensor, cos_sin: torch.Tensor, head_dim: int, scratch: dict[Any, Any] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 ``[T, 1, D]`` that a head is multiplied by, 1 beyond the rotary part, and the sines."""
+    key = ("rope", id(cos_sin))
+    if scratch is not None and key in scratch:
+        # The table stands beside them, so that no other can have its id meanwhile.
+        _, cos, sin = scratch[key]
+        return cos, sin
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    rest = cos.new_ones((*cos.shape[:-1], head_dim - cos_sin.shape[1]))
+    factors = torch.cat((cos, cos, rest), dim=-1), sin.contiguous()
+    if scratch is not None:
+        scratch[key] = cos_sin, *factors
+    return factors
+
+
+def _side_by_side(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """``[T, H + Hkv, D]``: a view if they are parts of one tensor, as they come from one linear map."""
+    begins = q.storage_offset() + q.shape[1] * q.shape[2]
+    if (
+        q.stride() == k.stride()
+        and q.stride()[1:] == (q.shape[2], 1)
+        and k.storage_offset() == begins
+        and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    ):
+        return q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), q.stride())
+    return torch.cat((q, k), dim=1)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -169,8 +216,19 @@ def rope_store(
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
     plus_one: bool = False,
+    scratch: dict[Any, Any] | None = None,
 ) -> torch.Tensor:
     """See `nanochat.kernels.rope_store`."""
-    q, k = rope(q, k, positions, cos_sin, q_norm=q_norm, k_norm=k_norm, eps=eps, plus_one=plus_one)
+    q, k = rope(
+        q,
+        k,
+        positions,
+        cos_sin,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+        plus_one=plus_one,
+        scratch=scratch,
+    )
     store_kv(k, v, cache, slots)
     return q

@@ -14,6 +14,7 @@ from nanochat.errors import InvalidOption, NanochatError
     ("options", "sentence"),
     [
         ({"device": "tpu"}, "device must be one of auto, cuda, cpu, not 'tpu'."),
+        ({"weights": "q4"}, "weights must be one of auto, fp32, bf16, int8, int4, not 'q4'."),
         ({"kv_dtype": "int4"}, "kv_dtype must be one of auto, int8"),
         ({"block_size": 0}, "block_size must be a whole number between 1 and 1024, not 0."),
         ({"block_size": True}, "block_size must be a whole number"),

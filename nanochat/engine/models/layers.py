@@ -18,6 +18,7 @@ from nanochat import kernels
 from nanochat.engine.models.families import Activation, LayerConfig, ModelConfig, MoEConfig
 from nanochat.kernels import Normed
 from nanochat.kernels.cache import AttentionBatch, LayerCache
+from nanochat.kernels.cpu_linear import LinearKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +39,42 @@ class Norm:
 
 
 class Linear:
-    """``y = x @ weight.T + bias``, and what may be computed with it. Another weight format differs here alone."""
+    """``y = x @ weight.T + bias``, and what may be computed with it, by the kernel given to `use` if there is one."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight = weight
         """``[out, in]``"""
         self.bias = bias
         """``[out]``"""
+        self._kernel: LinearKernel | None = None
+
+    def use(self, kernel: LinearKernel, *, keep_weight: bool) -> None:
+        """Compute with ``kernel`` from now on, which holds the weight in a form of its own."""
+        self._kernel = kernel
+        if not keep_weight:
+            self.weight = torch.empty(0, dtype=self.weight.dtype)
 
     def __call__(self, x: torch.Tensor | Normed, dtype: torch.dtype | None = None) -> torch.Tensor:
         """``[T, in]`` to ``[T, out]``, of ``x``'s type or ``dtype``."""
-        return kernels.linear(x, self.weight, self.bias, dtype=dtype)
+        if self._kernel is None:
+            return kernels.linear(x, self.weight, self.bias, dtype=dtype)
+        y = self._kernel(x.finished() if isinstance(x, Normed) else x)
+        return y if dtype is None else y.to(dtype)
 
     def silu(self, x: Normed) -> torch.Tensor:
         """``[T, in]`` to ``[T, out / 2]``: SiLU of the first half of the outputs, times the second."""
-        return kernels.silu_linear(x, self.weight, self.bias)
+        if self._kernel is None:
+            return kernels.silu_linear(x, self.weight, self.bias)
+        return kernels.silu_mul(self(x))
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> tuple[Normed, torch.Tensor]:
         """Added to the residual stream and normed: the normed sum and the sum, ``[T, out]`` each."""
-        return kernels.linear_add_norm(
-            x, self.weight, self.bias, residual, norm.weight, norm.eps, plus_one=norm.plus_one
-        )
+        if self._kernel is None:
+            return kernels.linear_add_norm(
+                x, self.weight, self.bias, residual, norm.weight, norm.eps, plus_one=norm.plus_one
+            )
+        normed, residual = norm(self._kernel(x), residual)
+        return Normed(normed), residual
 
 
 class Allocator:
@@ -124,6 +140,7 @@ class Attention:
                 k_norm=self.k_norm,
                 eps=self.eps,
                 plus_one=self.plus_one,
+                scratch=batch.scratch,
             )
         else:
             kernels.store_kv(k, v, cache, slots)

@@ -1,0 +1,73 @@
+"""Prepares a loaded decoder's linear maps for the CPU's kernels, in the format asked for or the one that costs nothing.
+
+Knows nothing of files or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from nanochat.engine.config import Weights
+from nanochat.engine.models.decoder import Decoder
+from nanochat.engine.models.layers import MLP, Linear
+from nanochat.engine.progress import Progress, ProgressCallback, ignore_progress
+from nanochat.kernels import cpu_linear
+from nanochat.kernels.cpu_linear import LinearKernel
+
+_REPORT_EVERY = 8
+"""Linear maps."""
+
+
+def prepare_weights(
+    decoder: Decoder, weights: Weights, progress: ProgressCallback = ignore_progress
+) -> Weights:
+    """Give each linear map of a decoder on the CPU its kernel; plain weights nobody needs any more are dropped.
+
+    ``auto`` takes 4 bits for weights that have no more, because they were made from such a file; then the
+    output matrix, which such files keep in 8 bits, gets 8. Returns the format of most weights.
+    """
+    linears = list(_linears(decoder))
+    compact = 0
+    for number, linear in enumerate(linears):
+        if number % _REPORT_EVERY == 0:
+            progress(Progress("Preparing the weights", number, len(linears)))
+        compact += _prepare(linear, weights)
+    head: Weights = weights
+    if weights == "auto":
+        head = "int8" if compact else "auto"
+    _prepare(decoder.lm_head, head, shared=decoder.config.tie_word_embeddings)
+    if weights != "auto":
+        return weights
+    if 2 * compact > len(linears):
+        return "int4"
+    return "bf16" if decoder.dtype == torch.bfloat16 else "fp32"
+
+
+def _linears(decoder: Decoder) -> Iterator[Linear]:
+    """All of the layers' but those of experts, which are no `Linear`."""
+    for layer in decoder.layers:
+        yield layer.attention.qkv
+        yield layer.attention.out
+        if isinstance(layer.mlp, MLP):
+            yield layer.mlp.gate_up
+            yield layer.mlp.down
+
+
+def _prepare(linear: Linear, weights: Weights, *, shared: bool = False) -> bool:
+    """Returns whether it is in 4 bits now. ``shared``: the plain weight stays in memory anyway."""
+    weight, bias = linear.weight, linear.bias
+    many: LinearKernel = (cpu_linear.plain if shared else cpu_linear.packed)(weight, bias)
+    kernel = many
+    quantized = None
+    if weights == "auto":
+        quantized = cpu_linear.four_bit(weight)
+    elif weights == "int4" and weight.shape[1] % cpu_linear.GROUP == 0:
+        quantized = cpu_linear.quantize_int4(weight)
+    if quantized is not None:
+        kernel = cpu_linear.int4(quantized, bias, many)
+    elif weights == "int8":
+        kernel = cpu_linear.int8(weight, bias, many)
+    linear.use(kernel, keep_weight=shared)
+    return quantized is not None
