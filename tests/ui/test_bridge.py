@@ -27,6 +27,7 @@ class IdleEngine:
 def posted(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
     monkeypatch.setattr("nanochat.ui.context.Conversation.__init__", lambda *_, **__: None)
     monkeypatch.setattr("nanochat.ui.context.Conversation.reasoning_tags", None)
+    monkeypatch.setattr("nanochat.ui.context.Conversation.has_template", True)
     return []
 
 
