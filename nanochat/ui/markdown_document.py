@@ -7,7 +7,10 @@ again. The lines always equal those of a fresh layout of the whole text. Knows n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
+
+from markdown_it.tree import SyntaxTreeNode
 
 from nanochat.ui.markdown_layout import BLANK, Line, MarkdownLayout
 
@@ -51,16 +54,17 @@ class MarkdownDocument:
             return len(self.lines)
         start = self._closed_lines
         before = self.lines[start:]
-        if self._new_line_came:
-            self._close_blocks()
-            self._new_line_came = False
+        blocks = self._layout.parse(self.source[self._open_start :])
+        if self._new_line_came and len(blocks) > 1:  # one block alone has no other that follows it
+            blocks = self._close_blocks() or blocks
+        self._new_line_came = False
         del self.lines[self._closed_lines :]
-        self._add(self.source[self._open_start :])
+        self._add(blocks)
         self._is_current = True
         return start + _common_length(before, self.lines[start:])
 
-    def _close_blocks(self) -> None:
-        """Lay out for good every block that another one follows.
+    def _close_blocks(self) -> list[SyntaxTreeNode] | None:
+        """Lay out for good every block that another one follows; returns those still open, if that has changed.
 
         Judged by whole lines only: a line still being written may turn out to continue the block
         before it (``#`` is a heading, ``#1`` is not).
@@ -68,16 +72,17 @@ class MarkdownDocument:
         whole = self.source[self._open_start : self.source.rfind("\n") + 1]
         blocks = self._layout.parse(whole)
         if len(blocks) < 2:
-            return
+            return None
         line_starts = [0, *accumulate(len(line) + 1 for line in whole.split("\n"))]
         first_open = (blocks[-1].map or (0, 0))[0]
         del self.lines[self._closed_lines :]
-        self._add(whole[: line_starts[first_open]])
+        self._add(self._layout.parse(whole[: line_starts[first_open]]))
         self._closed_lines = len(self.lines)
         self._open_start += line_starts[first_open]
+        return self._layout.parse(self.source[self._open_start :])
 
-    def _add(self, source: str) -> None:
-        for block in self._layout.parse(source):
+    def _add(self, blocks: Sequence[SyntaxTreeNode]) -> None:
+        for block in blocks:
             if self.lines:
                 self.lines.append(BLANK)
             self.lines += self._layout.block(block, self.width)

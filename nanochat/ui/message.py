@@ -40,7 +40,7 @@ def answer_footer(output: RequestOutput, *, is_interrupted: bool = False) -> Con
     parts = [
         f"TTFT {fmt.duration(metrics.ttft_s)}" if metrics.ttft_s is not None else "",
         f"{fmt.rate(metrics.decode_tok_s)} tok/s" if metrics.decode_tok_s else "",
-        fmt.plural(metrics.completion_tokens, "token"),
+        fmt.plural(metrics.completion_tokens, "token") if metrics.completion_tokens else "",
         f"prompt {fmt.count(metrics.prompt_tokens)}{cached}" if metrics.prompt_tokens else "",
         f"preempted ×{metrics.preemptions}" if metrics.preemptions else "",
     ]
