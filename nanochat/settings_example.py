@@ -17,6 +17,7 @@ ENGINE_HELP = {
     "model": 'a folder, a .gguf file or a Hub id; "" is the default model',
     "device": "where to run",
     "dtype": "type of weights and activations; auto: the widest that is fast there",
+    "weights": "format of the weights on a CPU; auto: as compact as the model's file has them",
     "kv_dtype": "type of the KV cache; auto: as dtype; int8 holds about twice the tokens",
     "block_size": "tokens per KV block",
     "num_kv_blocks": "KV blocks in the cache; left out: what fits the free memory",
