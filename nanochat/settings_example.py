@@ -75,8 +75,7 @@ def example(keys: Iterable[tuple[str, str, str]]) -> str:
         ),
         _table("app", "looks and habits", AppSettings, APP_HELP),
         "# Settings of a chat under a name: /preset precise. Any option of [sampling], and system.\n"
-        "[presets.precise]\n"
-        + "".join(f"# {line}\n" for line in ('system = "Answer briefly."', "temperature = 0.0")),
+        '# [presets.precise]\n# system = "Answer briefly."\n# temperature = 0.0\n',
         _keys(keys),
     ]
     return "\n".join(parts)
