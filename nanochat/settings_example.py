@@ -24,6 +24,8 @@ ENGINE_HELP = {
     "max_model_len": "longest prompt plus answer, in tokens; left out: the model's limit, or what fits",
     "max_num_seqs": "most requests in one step",
     "max_num_batched_tokens": "most tokens in one step",
+    "step_goal_ms": "while chats run, prompts are cut so that a step takes about so long; 0: they are not",
+    "threads": "CPU threads that compute; left out: the physical cores, less one for the screen from four on",
     "gpu_memory_utilization": "share of the GPU's memory to use",
     "prefix_caching": "reuse the KV blocks of what was computed before",
     "cuda_graphs": "launch a decoding step on a GPU as one CUDA graph",
@@ -48,7 +50,13 @@ APP_HELP = {
     "export_folder": "where /export saves chats; empty: your documents folder",
     "clipboard": "how to copy; auto: through the terminal (OSC 52) and with a tool such as wl-copy",
 }
-SAMPLES: Mapping[str, Any] = {"num_kv_blocks": 1024, "max_model_len": 8192, "seed": 1, "stop": ["END"]}
+SAMPLES: Mapping[str, Any] = {
+    "num_kv_blocks": 1024,
+    "max_model_len": 8192,
+    "threads": 4,
+    "seed": 1,
+    "stop": ["END"],
+}
 """Shown for options whose default can't be written in TOML, or says too little."""
 
 HEADER = """\

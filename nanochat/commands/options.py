@@ -48,6 +48,14 @@ def add_engine_options(
     option("--max-seqs", "max_num_seqs", "most requests in one step", type=int, metavar="N")
     option("--max-batched-tokens", "max_num_batched_tokens", "most tokens in one step", type=int, metavar="N")
     option(
+        "--step-goal-ms",
+        "step_goal_ms",
+        "how long a step may take while chats are running",
+        type=int,
+        metavar="N",
+    )
+    option("--threads", "threads", "CPU threads that compute", type=int, metavar="N")
+    option(
         "--gpu-memory-utilization",
         "gpu_memory_utilization",
         "share of the GPU's memory to use",

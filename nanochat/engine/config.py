@@ -70,6 +70,10 @@ class EngineConfig:
     """Most requests in one step."""
     max_num_batched_tokens: int = 2048
     """Token budget of one step."""
+    step_goal_ms: int = 100
+    """While chats are running, prompts are cut so that a step takes about this long. 0: they are not."""
+    threads: int | None = None
+    """CPU threads that compute. None: the physical cores, one of them left to the screen where there are many."""
     gpu_memory_utilization: float = 0.9
     prefix_caching: bool = True
     cuda_graphs: bool = True
@@ -88,6 +92,9 @@ class EngineConfig:
             _require_int("max_model_len", self.max_model_len, 2)
         _require_int("max_num_seqs", self.max_num_seqs, 1, 65536)
         _require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _require_int("step_goal_ms", self.step_goal_ms, 0, 3_600_000)
+        if self.threads is not None:
+            _require_int("threads", self.threads, 1, 1024)
         _require_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, above=True)
         _require_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         _require_flag("prefix_caching", self.prefix_caching)

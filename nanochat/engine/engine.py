@@ -23,6 +23,7 @@ import torch
 from nanochat.engine.block_pool import BlockPool
 from nanochat.engine.chat_template import encode_messages
 from nanochat.engine.config import EngineConfig, SamplingParams
+from nanochat.engine.cpu_threads import ThreadGovernor, choose_threads
 from nanochat.engine.detokenizer import Detokenizer
 from nanochat.engine.device import dtype_name
 from nanochat.engine.handle import RequestHandle
@@ -37,6 +38,7 @@ from nanochat.engine.recorder import Recorder
 from nanochat.engine.request import FinishReason, Request, RequestStatus
 from nanochat.engine.scheduler import Scheduler
 from nanochat.engine.stats import BlockMap, EngineStats
+from nanochat.engine.step_pace import StepPace
 from nanochat.errors import EngineClosed, InvalidOption
 
 logger = logging.getLogger(__name__)
@@ -95,6 +97,8 @@ class Engine:
         if max_steps_ahead is None:
             max_steps_ahead = 0 if model.device.type == "cpu" else GPU_STEPS_AHEAD
         self._pipeline = Pipeline(self._scheduler, model.runner, self._lock, max_steps_ahead)
+        on_cpu = model.device.type == "cpu"
+        self._governor = ThreadGovernor(choose_threads(self.config.threads)) if on_cpu else None
         self._inbox_condition = threading.Condition()
         self._submitted: list[LiveRequest] = []
         self._cancelled: list[int] = []
@@ -268,7 +272,11 @@ class Engine:
         Where steps run ahead, tokens are delivered after the next launch: text can wait for that, the device
         can't.
         """
+        if self._governor is not None:
+            self._governor.step_begins()
         launched = self._pipeline.launch()
+        if self._governor is not None:  # on a CPU the step is over
+            self._governor.step_ends()
         self._deliver_collected()
         self._collected = self._pipeline.collect(wait=not launched)
         if self._collected is None and not launched:
@@ -355,4 +363,5 @@ def _make_scheduler(config: EngineConfig, model: LoadedModel) -> Scheduler:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=model.max_model_len,
+        pace=StepPace(config.step_goal_ms / 1000),
     )

@@ -113,6 +113,7 @@ class Pipeline:
         outcome = self._outcome(oldest)
         with self._lock:
             outcome.accepted = self._scheduler.commit(oldest.plan, result.token_ids, outcome.ended_s)
+            self._scheduler.pace.record(oldest.plan, outcome.ended_s - outcome.started_s)
         outcome.logprobs = {
             chunk.request: row
             for chunk, row in zip(oldest.plan.sampling, result.logprobs, strict=True)

@@ -19,6 +19,7 @@ from nanochat.engine.block_pool import BlockPool, InvariantError
 from nanochat.engine.invariants import check_scheduler
 from nanochat.engine.kv_cache_manager import KVCacheManager
 from nanochat.engine.request import FinishReason, Request, RequestStatus
+from nanochat.engine.step_pace import StepPace
 from nanochat.engine.step_plan import Draft, ScheduledChunk, StepPlan, writes_shared_block
 from nanochat.engine.wait_queue import WaitQueue, by_arrival, uncomputed
 from nanochat.errors import InvalidOption, PromptTooLong
@@ -36,6 +37,7 @@ class Scheduler:
         long_prefill_share: the oldest prompt's share of the prefill tokens while much shorter ones wait.
         watermark: share of the pool that starting a request must leave free, so that those already
             running can grow before anyone is preempted.
+        pace: how many prompt tokens a step may take while chats are running; left out: all that the budget has.
         patience: steps for which a request that lacks memory may be overtaken by smaller ones.
     """
 
@@ -49,7 +51,9 @@ class Scheduler:
         long_prefill_share: float = 0.5,
         watermark: float = 0.01,
         patience: int = 32,
+        pace: StepPace | None = None,
     ) -> None:
+        self.pace = pace or StepPace()
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -153,6 +157,8 @@ class Scheduler:
         if len(ready) >= draft.budget:
             self._plan_overdue_prefills(draft, ready[0].last_step)
         self._plan_decodes(draft, ready)
+        if draft.decodes:
+            draft.budget = self.pace.prefill_tokens(draft.budget)
         if draft.budget and (draft.unfinished or self._waiting):
             self._plan_prefills(draft)
         plan = draft.finish()

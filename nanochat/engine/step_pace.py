@@ -1,0 +1,45 @@
+"""How many prompt tokens a step may take on so that running chats don't feel it: learned from how long steps took.
+
+Knows nothing of torch, requests or clocks: it is told durations, in seconds.
+"""
+
+from __future__ import annotations
+
+from nanochat.engine.step_plan import StepPlan
+
+GRAIN = 16
+"""Budgets are multiples of this, and at least it: kernels are prepared anew for every number of rows."""
+FEWEST_TOKENS = 8
+"""A prefill of fewer says nothing about the cost of one token."""
+NEWEST_SHARE = 0.5
+"""Of a new observation in the estimates: the machine's other work, and contexts, change quickly."""
+
+
+class StepPace:
+    """Two estimates: what a step costs beside its prefill, and what each token of a prefill adds."""
+
+    def __init__(self, goal_s: float = 0.0) -> None:
+        """``goal_s``: how long a step may take while chats are running. 0: as long as it likes."""
+        self.goal_s = goal_s
+        self._decode_s = 0.0
+        self._token_s = 0.0
+
+    def record(self, plan: StepPlan, duration_s: float) -> None:
+        """A step took this long."""
+        tokens = plan.num_tokens - len(plan.decodes)
+        if not tokens:
+            self._decode_s = _blend(self._decode_s, duration_s)
+        elif tokens >= FEWEST_TOKENS:
+            others_s = min(self._decode_s, duration_s / 2) if plan.decodes else 0.0
+            self._token_s = _blend(self._token_s, (duration_s - others_s) / tokens)
+
+    def prefill_tokens(self, budget: int) -> int:
+        """Of ``budget``, how many tokens of prompts a step beside running chats may take."""
+        if not self.goal_s or not self._token_s:
+            return budget
+        affordable = int((self.goal_s - self._decode_s) / self._token_s)
+        return min(budget, max(GRAIN, affordable - affordable % GRAIN))
+
+
+def _blend(estimate: float, observed: float) -> float:
+    return observed if not estimate else estimate + NEWEST_SHARE * (observed - estimate)
