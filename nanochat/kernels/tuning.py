@@ -84,10 +84,15 @@ class LinearConfig:
     """Sixteens of outputs a program."""
     row_tile: int
     """Rows multiplied at once: 8, 16 or 32."""
+    joins_norm: bool = True
+    """Whether the residual's addition and the norm are faster as part of it than as a kernel of their own."""
 
 
 def linear_config(capability: int, rows: int, in_size: int, out_size: int, parts: int) -> LinearConfig | None:
-    """For ``rows`` times ``[parts * out_size, in_size]`` in 16 bits; None where cuBLAS is faster or must do."""
+    """For ``rows`` times ``[parts * out_size, in_size]`` in 16 bits; None where cuBLAS is faster or must do.
+
+    It changes only after 8, 16 and 32 rows, so that a step padded to one of those multiplies as if it were not.
+    """
     if capability < 80 or rows == 0 or out_size % 16:
         return None
     if rows > 32 or (rows > 16 and 2 * out_size > in_size) or (rows > 8 and out_size > 32_768):
@@ -97,5 +102,5 @@ def linear_config(capability: int, rows: int, in_size: int, out_size: int, parts
         if in_size * parts <= 512 * split:  # 128 registers a thread
             for step in (64, 32):
                 if in_size % (split * step) == 0:
-                    return LinearConfig(split, step, 1, row_tile)
+                    return LinearConfig(split, step, 1, row_tile, joins_norm=rows <= 16)
     return None

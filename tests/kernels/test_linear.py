@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import pytest
 import torch
 
 from nanochat import kernels
+from nanochat.engine.step_graphs import decode_sizes
 from nanochat.kernels import reference
 from nanochat.kernels.normed import Normed
 from nanochat.kernels.tuning import linear_config
@@ -90,6 +93,22 @@ def test_every_config_divides_its_shape() -> None:
     assert linear_config(90, 1, 1024, 1000, 1) is None
     assert linear_config(75, 1, 1024, 1024, 1) is None
     assert linear_config(90, 65, 1024, 1024, 1) is None
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 7, 12, 20, 40, 256])
+def test_padding_a_step_of_decodes_changes_no_config(max_num_seqs: int) -> None:
+    """A recorded step has a few rows more than the same step launched kernel by kernel."""
+    sizes = decode_sizes(max_num_seqs)
+    for rows in range(1, max_num_seqs + 1):
+        padded = sizes[bisect_left(sizes, rows)]
+        for in_size, out_size, parts in (
+            (1024, 4096, 1),
+            (1024, 3072, 2),
+            (3072, 1024, 1),
+            (1024, 151_936, 1),
+        ):
+            config = linear_config(90, rows, in_size, out_size, parts)
+            assert config == linear_config(90, padded, in_size, out_size, parts)
 
 
 def test_wrong_arguments_are_refused() -> None:
