@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from nanochat.commands import ask, completion, config, demo, perplexity, simulate
 from nanochat.commands.options import EARLY, add_engine_options, engine_config
 from nanochat.errors import NanochatError
-from nanochat.visible import visible
+from nanochat.sanitize import sanitize_line
+
+MAX_SENTENCE = 2_000
+"""Characters of an error that are shown."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return status
     except NanochatError as error:
-        print(f"nanochat: {visible(str(error)).replace(chr(10), ' ')}", file=sys.stderr)
+        print(f"nanochat: {sanitize_line(str(error), MAX_SENTENCE)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -111,7 +111,7 @@ def load_settings(file: Path | None = None) -> Settings:
     try:
         content = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also numbers with thousands of digits, and deep nesting
-        raise InvalidOption(f"The settings file {path} isn't valid TOML: {error}.") from error
+        raise InvalidOption(f"The settings file {path} isn't valid TOML: {error!s:.200}.") from error
     return _parse(content, path)
 
 
@@ -179,5 +179,5 @@ def _refuse_unknown(
     unknown = sorted(set(table) - known)
     if unknown:
         raise InvalidOption(
-            f'{where}"{unknown[0]}" in {path} is no option; there are: {", ".join(sorted({*known, *also}))}.'
+            f'{where}"{unknown[0][:60]}" in {path} is no option; there are: {", ".join(sorted({*known, *also}))}.'
         )

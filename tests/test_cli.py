@@ -16,8 +16,8 @@ import pytest
 from nanochat.cli import main
 from nanochat.commands.completion import SHELLS
 from nanochat.errors import InvalidOption
+from nanochat.sanitize import sanitize
 from nanochat.ui.web import parse_address
-from nanochat.visible import visible
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ class TestAsk:
             options = ("Hi", "--seed", "1", "--temperature", "50", "--max-tokens", "200")
             assert ask(tiny_llama, *options) == 0
             texts.append(output.text)
-        assert texts[1] == visible(texts[0])
+        assert texts[1] == sanitize(texts[0])
         assert not {"\x1b", "\x07", "\x9b"}.isdisjoint(texts[0])
         assert {"\x1b", "\x07", "\x9b"}.isdisjoint(texts[1])
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanochat.commands.options import add_engine_options, engine_config
 from nanochat.errors import InvalidOption, NanochatError
-from nanochat.visible import visible
+from nanochat.sanitize import Sanitizer
+from nanochat.stray_output import diverted, log_file
 
 if TYPE_CHECKING:
     from nanochat.engine.outputs import RequestOutput
@@ -48,13 +49,18 @@ def run(args: argparse.Namespace) -> int:
     from nanochat.engine.engine import Engine
 
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    with Engine(config) as engine:
+    sanitizer = Sanitizer()
+    log = log_file()
+    with diverted(log):  # tokenizers print what a model's files say
+        engine = Engine(config)
+    with engine:
         params = settings.sampling_params(engine.default_sampling, overrides)
-        handle = engine.submit(messages, params)
+        with diverted(log):
+            handle = engine.submit(messages, params)
         try:
             for event in handle:
                 if not args.json:
-                    print(visible(event.text) if is_terminal else event.text, end="", flush=True)
+                    print(sanitizer.feed(event.text) if is_terminal else event.text, end="", flush=True)
             output = handle.result()
         finally:
             handle.cancel()

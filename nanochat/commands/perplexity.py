@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from nanochat.commands.options import add_engine_options, engine_config
 from nanochat.engine.progress import Progress
 from nanochat.errors import InvalidOption
+from nanochat.stray_output import diverted, log_file
 
 if TYPE_CHECKING:
     from nanochat.engine.quality import PathQuality, QualityReport
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from nanochat.engine.quality import QualityMeter, QualityOptions
 
     options = QualityOptions(**{name: getattr(args, name) for name in QUALITY_OPTIONS})
-    with ProgressLine() as progress:
+    with ProgressLine() as progress, diverted(log_file(), (1,)):  # loading prints what a model's files say
         report = QualityMeter(config, options, progress).measure(text)
     print(json.dumps(report.to_json()) if args.json else format_report(report))
     return 0

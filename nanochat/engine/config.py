@@ -24,7 +24,7 @@ def _require(condition: bool, message: str) -> None:
 
 def _require_choice(name: str, value: str, kind: object) -> None:
     choices = get_args(kind)
-    _require(value in choices, f"{name} must be one of {', '.join(choices)}, not {value!r}.")
+    _require(value in choices, f"{name} must be one of {', '.join(choices)}, not {value!r:.80}.")
 
 
 def _require_int(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -32,7 +32,7 @@ def _require_int(name: str, value: object, low: int, high: int | None = None) ->
     above = is_int and value >= low  # type: ignore[operator]
     below = high is None or (is_int and value <= high)  # type: ignore[operator]
     bound = f"at least {low}" if high is None else f"between {low} and {high}"
-    _require(above and below, f"{name} must be a whole number {bound}, not {value!r}.")
+    _require(above and below, f"{name} must be a whole number {bound}, not {value!r:.80}.")
 
 
 def _require_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
@@ -40,11 +40,11 @@ def _require_number(name: str, value: object, low: float, high: float, *, above:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool)  # comparing also refuses a NaN
     ok = ok and (value > low if above else value >= low) and value <= high  # type: ignore[operator]
     bound = f"above {low:g}" if above else f"at least {low:g}"
-    _require(ok, f"{name} must be a number {bound} and at most {high:g}, not {value!r}.")
+    _require(ok, f"{name} must be a number {bound} and at most {high:g}, not {value!r:.80}.")
 
 
 def _require_flag(name: str, value: object) -> None:
-    _require(isinstance(value, bool), f"{name} must be true or false, not {value!r}.")
+    _require(isinstance(value, bool), f"{name} must be true or false, not {value!r:.80}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        _require(isinstance(self.model, str), f"model must be text, not {self.model!r}.")
+        _require(isinstance(self.model, str), f"model must be text, not {self.model!r:.80}.")
         _require_choice("device", self.device, Device)
         _require_choice("dtype", self.dtype, DType)
         _require_choice("weights", self.weights, Weights)

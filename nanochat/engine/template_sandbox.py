@@ -101,10 +101,10 @@ def literal_text(source: str) -> str:
     """The texts written in a template, joined by NUL; empty when it doesn't parse."""
     try:
         tree = _environment().parse(source)
+        texts = [node.data for node in tree.find_all(nodes.TemplateData)]
+        texts += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
     except (TemplateError, RecursionError):
         return ""
-    texts = [node.data for node in tree.find_all(nodes.TemplateData)]
-    texts += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
     return "\0".join(texts)
 
 

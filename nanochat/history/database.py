@@ -8,6 +8,7 @@ last transactions, and neither damages the file.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sqlite3
 import threading
@@ -135,6 +136,7 @@ def _migrate(
 ) -> None:
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     _refuse_foreign(connection, path, version, len(migrations))
+    _refuse_altered(connection, path, migrations[:version])
     if version == len(migrations):
         return
     if version and path is not None:
@@ -171,6 +173,33 @@ def _refuse_foreign(connection: sqlite3.Connection, path: Path | None, version: 
             f"{path} is a database of another program. Move it away, or set NANOCHAT_DATA_DIR to "
             "another folder."
         )
+
+
+def _refuse_altered(
+    connection: sqlite3.Connection, path: Path | None, migrations: Sequence[Migration]
+) -> None:
+    """Tables, views and triggers must be those that nanochat made: any other could run without end, or change
+    what is saved.
+    """
+    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as fresh:
+        for statement in itertools.chain.from_iterable(migrations):
+            fresh.execute(statement)
+        expected = _schema(fresh)
+    if _schema(connection) != expected:
+        raise HistoryError(
+            f"The chat history {path} has been altered by another program. Move it away, or set "
+            "NANOCHAT_DATA_DIR to another folder."
+        )
+
+
+def _schema(connection: sqlite3.Connection) -> set[tuple[str, str, str, str]]:
+    """Every table, index, view and trigger with its definition; only the names of those that SQLite makes."""
+    rows = connection.execute("SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_schema").fetchall()
+    return {
+        (kind, name, table, "" if name.startswith("message_index_") else " ".join(sql.split()))
+        for kind, name, table, sql in rows
+        if not name.startswith("sqlite_")
+    }
 
 
 def _back_up(connection: sqlite3.Connection, target: Path) -> None:

@@ -8,7 +8,15 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from nanochat.errors import HistoryError
-from nanochat.history.records import Chat, Message, SearchHit, State, decode_mapping, decode_token_ids
+from nanochat.history.records import (
+    Chat,
+    Message,
+    SearchHit,
+    State,
+    decode_mapping,
+    decode_token_ids,
+    usable_time,
+)
 from nanochat.history.search import like_pattern, match_expression, query_words, snippet
 
 Connection = sqlite3.Connection
@@ -126,7 +134,7 @@ def search(connection: Connection, query: str, limit: int) -> list[SearchHit]:
                 chat_title=title,
                 message_id=message_id,
                 role=role,
-                created_at=created_at,
+                created_at=usable_time(created_at),
                 snippet=line,
                 spans=spans,
             )
@@ -149,7 +157,7 @@ def _search_titles(connection: Connection, words: list[str], limit: int) -> list
                 chat_title=title,
                 message_id=None,
                 role=None,
-                created_at=created_at,
+                created_at=usable_time(created_at),
                 snippet=line,
                 spans=spans,
             )
@@ -166,7 +174,7 @@ def _chat(row: tuple) -> Chat:
         model=model,
         sampling=decode_mapping(sampling),
         dropped_turns=dropped_turns,
-        created_at=created_at,
+        created_at=usable_time(created_at),
         updated_at=updated_at,
         tab_position=tab[0],
         is_in_view=bool(tab[1]),
@@ -193,8 +201,8 @@ def _message(
         finish_reason=finish_reason,
         error=error,
         metrics=decode_mapping(metrics),
-        created_at=created_at,
-        finished_at=finished_at,
+        created_at=usable_time(created_at),
+        finished_at=None if finished_at is None else usable_time(finished_at),
         branch=branch,
         is_active=is_active,
     )

@@ -14,6 +14,9 @@ from typing import Any, Literal
 Role = Literal["user", "assistant"]
 State = Literal["streaming", "complete", "interrupted", "error"]
 
+MAX_TIME = 7_258_118_400.0
+"""The year 2200, in seconds since 1970: any later one may be beyond what dates can hold."""
+
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -116,15 +119,23 @@ def encode_mapping(mapping: Mapping[str, Any]) -> str:
 
 
 def decode_mapping(text: str) -> dict[str, Any]:
-    """The inverse of :func:`encode_mapping`.
+    """The inverse of :func:`encode_mapping`; also of a text that it would not write.
 
     Raises:
         ValueError: it is no JSON object.
     """
-    value = json.loads(text)
+    try:
+        value = _storable(json.loads(text))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
     return value
+
+
+def usable_time(value: float) -> float:
+    """A time as saved, or 1970 if it is none that a date can show: the file may come from anywhere."""
+    return value if 0 <= value <= MAX_TIME else 0.0
 
 
 def _storable(value: Any) -> Any:

@@ -329,7 +329,7 @@ class History:
     # Files
 
     def export_markdown(self, chat_id: int) -> str:
-        """The active path, to read. Control characters are replaced by visible ones."""
+        """The active path, to read. Control characters are replaced by visible ones, and invisible ones left out."""
         return transfer.to_markdown(self.chat(chat_id), self.path(chat_id))
 
     def export_json(self, chat_id: int) -> str:

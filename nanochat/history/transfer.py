@@ -14,8 +14,8 @@ from datetime import datetime
 from typing import Any, NoReturn, get_args
 
 from nanochat.errors import HistoryError
-from nanochat.history.records import Chat, Message, Role, State, storable_text
-from nanochat.visible import visible
+from nanochat.history.records import MAX_TIME, Chat, Message, Role, State, storable_text, usable_time
+from nanochat.sanitize import sanitize
 
 FORMAT = "nanochat chat"
 VERSION = 1
@@ -29,8 +29,6 @@ MAX_NAME_LENGTH = 10_000
 MAX_TOKEN_IDS = 4 * 2**20
 MAX_OPTIONS = 100
 """Entries of the sampling settings and of the metrics, and texts in one of them."""
-MAX_TIME = 7_258_118_400.0
-"""The year 2200, in seconds since 1970: any later one may be beyond what dates can hold."""
 
 _JSON_CONTROLS = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
@@ -46,7 +44,7 @@ def to_markdown(chat: Chat, path: Sequence[Message]) -> str:
         parts += [f"## {'You' if message.role == 'user' else 'Assistant'}", _close_fence(message.text)]
         if footer := _footer(message):
             parts.append(f"*{footer}*")
-    return visible("\n\n".join(parts)) + "\n"
+    return sanitize("\n\n".join(parts)) + "\n"
 
 
 def _footer(message: Message) -> str:
@@ -97,7 +95,7 @@ def to_json(chat: Chat, messages: Sequence[Message]) -> str:
         "sampling": chat.sampling,
         "dropped_turns": chat.dropped_turns,
         "created_at": chat.created_at,
-        "updated_at": chat.updated_at,
+        "updated_at": usable_time(chat.updated_at),
         "messages": [
             {
                 "id": numbers[message.id],

@@ -23,7 +23,9 @@ from textual.widgets import TextArea
 
 from nanochat.engine.config import EngineConfig
 from nanochat.history import default_history_file
+from nanochat.sanitize import sanitize_line
 from nanochat.settings import AppSettings, Preset, Settings
+from nanochat.stray_output import log_file
 from nanochat.ui import clipboard
 from nanochat.ui import formatting as fmt
 from nanochat.ui.actions import ACTIONS, Action, bindings, chosen_actions, find
@@ -33,13 +35,11 @@ from nanochat.ui.chrome import LoadState
 from nanochat.ui.loader import EngineReady, Loader, LoadFailed, LoadProgressed
 from nanochat.ui.main_screen import MainScreen
 from nanochat.ui.palette import ActionsProvider
-from nanochat.ui.sanitize import sanitize_line
 from nanochat.ui.screenshots import file_name, pictures_folder, save, widget_svg
 from nanochat.ui.stats_panel import StatsPanel
-from nanochat.ui.terminal import UnfitTerminal, check_terminal, log_file, reserved_screen
+from nanochat.ui.terminal import UnfitTerminal, check_terminal, reserved_screen
 from nanochat.ui.textual_private import let_alt_digits_through, write_to_terminal
 from nanochat.ui.theme import THEMES, theme_named
-from nanochat.visible import visible
 
 logger = logging.getLogger(__name__)
 
@@ -290,9 +290,9 @@ def run_app(config: EngineConfig, *, system: str | None = None, settings: Settin
         is_closed = app.close_engine()
     status = app.return_code or 0
     if app.unsaved is not None:
-        print(f"nanochat: {visible(app.unsaved)}", file=sys.stderr)
+        print(f"nanochat: {sanitize_line(app.unsaved, 2_000)}", file=sys.stderr)
     if app.load_error is not None:
-        print(f"nanochat: {visible(app.load_error)}", file=sys.stderr)
+        print(f"nanochat: {app.load_error}", file=sys.stderr)
     elif status:
         print(f"nanochat: The app has failed; {log} says where.", file=sys.stderr)
     if not is_closed:

@@ -21,9 +21,9 @@ from nanochat.engine.config import SamplingParams
 from nanochat.engine.handle import RequestHandle
 from nanochat.engine.outputs import RequestOutput
 from nanochat.errors import NanochatError, PromptTooLong
+from nanochat.sanitize import Sanitizer
 from nanochat.ui.chat import Chat
 from nanochat.ui.restoring import joined_outputs
-from nanochat.ui.sanitize import Sanitizer
 
 if TYPE_CHECKING:
     from nanochat.engine.engine import Engine

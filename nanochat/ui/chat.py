@@ -15,8 +15,8 @@ from enum import Enum
 from typing import Any, Literal
 
 from nanochat.engine.outputs import RequestOutput
+from nanochat.sanitize import sanitize, sanitize_line
 from nanochat.ui.reasoning import AnswerText
-from nanochat.ui.sanitize import sanitize, sanitize_line
 
 Role = Literal["root", "user", "assistant"]
 

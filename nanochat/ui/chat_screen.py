@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from textual.message import Message
 from textual.timer import Timer
 
+from nanochat.sanitize import sanitize, sanitize_line
 from nanochat.ui import formatting as fmt
 from nanochat.ui.archive import Archive
 from nanochat.ui.bridge import AnswerEnded, AnswerGrew, AnswerRefused, AnswerStarted, Bridge
 from nanochat.ui.chat import Chat, Phase
 from nanochat.ui.chrome import LoadState, Welcome
 from nanochat.ui.pane_screen import PaneScreen
-from nanochat.ui.sanitize import sanitize, sanitize_line
 from nanochat.ui.snapshots import busy_label, take_snapshot, update_phases
 from nanochat.ui.stats_panel import CONTEXT_WARNING
 

@@ -13,10 +13,10 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from nanochat.engine.progress import Progress
+from nanochat.sanitize import sanitize_line
 from nanochat.ui import formatting as fmt
 from nanochat.ui.actions import ACTIONS, Action, find
 from nanochat.ui.lines import LinesWidget
-from nanochat.ui.sanitize import sanitize_line
 
 if TYPE_CHECKING:
     from nanochat.ui.app import NanochatApp

@@ -13,10 +13,10 @@ from textual.message import Message
 from nanochat.errors import HistoryError
 from nanochat.history import History
 from nanochat.history.transfer import MAX_FILE_BYTES
+from nanochat.sanitize import sanitize_line
 from nanochat.ui.chat import Chat
 from nanochat.ui.chat_screen import ChatScreen
 from nanochat.ui.restoring import restored_chat
-from nanochat.ui.sanitize import sanitize_line
 
 if TYPE_CHECKING:
     from nanochat.ui.app import NanochatApp

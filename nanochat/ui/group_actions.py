@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanochat.errors import InvalidOption
+from nanochat.sanitize import sanitize_line
 from nanochat.ui import formatting as fmt
 from nanochat.ui.chat import Chat, title_from
 from nanochat.ui.sampling_commands import parse_settings, shortened
-from nanochat.ui.sanitize import sanitize_line
 from nanochat.ui.settings_actions import SettingsActions
 
 if TYPE_CHECKING:
@@ -114,7 +114,10 @@ class GroupActions(SettingsActions):
         if partner is None:
             return
         if partner.is_busy:
-            self.notify(f"“{sanitize_line(partner.title)}” is still answering and did not get this message.")
+            self.notify(
+                f"“{sanitize_line(partner.title)}” is still answering and did not get this message.",
+                markup=False,
+            )
         else:
             self._ask(partner, text)
 

@@ -11,6 +11,8 @@ from textual.binding import Binding
 from textual.widget import Widget
 from textual.widgets import Input, TextArea
 
+from nanochat.sanitize import sanitize
+
 
 def editing_keys(kind: type[Widget]) -> dict[str, str]:
     """Actions of a kind of widget by key."""
@@ -28,6 +30,10 @@ class LineInput(Input):
     def on_mount(self) -> None:
         self.cursor_blink = False
 
+    def validate_value(self, value: str) -> str:
+        """Whatever it comes from, a paste or a chat that was imported, it is fit to be shown."""
+        return sanitize(value)
+
     async def on_key(self, event: events.Key) -> None:
         """Run the key's editing action at once."""
         if (action := _LINE_KEYS.get(event.key)) is not None:
@@ -41,7 +47,7 @@ class TextInput(TextArea):
 
     def __init__(self, text: str, placeholder: str, id: str) -> None:
         super().__init__(
-            text,
+            sanitize(text),
             soft_wrap=True,
             tab_behavior="focus",
             placeholder=placeholder,
@@ -50,6 +56,15 @@ class TextInput(TextArea):
             id=id,
         )
         self.cursor_blink = False
+
+    def load_text(self, text: str) -> None:
+        """Replace the text; whatever it comes from, it is fit to be shown."""
+        super().load_text(sanitize(text))
+
+    def on_paste(self, event: events.Paste) -> None:
+        event.prevent_default()
+        event.stop()
+        self.insert(sanitize(event.text))
 
     async def on_key(self, event: events.Key) -> None:
         """Run the key's editing action at once."""

@@ -6,6 +6,7 @@ import inspect
 from typing import ClassVar
 
 from nanochat.errors import InvalidOption
+from nanochat.sanitize import sanitize_line
 from nanochat.ui import formatting as fmt
 from nanochat.ui.actions import Action, bindings, find, parse_slash
 from nanochat.ui.chat import Chat, Message, Phase
@@ -15,7 +16,6 @@ from nanochat.ui.copy_actions import CopyActions
 from nanochat.ui.dialogs import Confirm, Help
 from nanochat.ui.file_actions import FileActions
 from nanochat.ui.group_actions import GroupActions
-from nanochat.ui.sanitize import sanitize_line
 from nanochat.ui.tab_screen import TabScreen
 from nanochat.ui.theme import THEMES, theme_named
 

@@ -20,7 +20,7 @@ from rich.cells import cell_len
 from textual.content import Content, Span
 from textual.highlight import HighlightTheme, highlight
 
-from nanochat.ui.sanitize import sanitize, sanitize_line
+from nanochat.sanitize import sanitize, sanitize_line
 
 BULLETS = "•◦▪"
 MIN_WIDTH = 8

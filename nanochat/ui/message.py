@@ -11,10 +11,10 @@ from textual.message import Message as TextualMessage
 from textual.widgets import Static
 
 from nanochat.engine.outputs import RequestOutput
+from nanochat.sanitize import sanitize
 from nanochat.ui import formatting as fmt
 from nanochat.ui.chat import Chat, Message, Note, Phase
 from nanochat.ui.markdown_view import MarkdownView
-from nanochat.ui.sanitize import sanitize
 
 SHOWN_CHARACTERS = 4_000
 SHOWN_LINES = 60

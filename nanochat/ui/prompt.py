@@ -8,12 +8,12 @@ from textual import events
 from textual.message import Message
 from textual.widgets import TextArea
 
+from nanochat.sanitize import sanitize
 from nanochat.ui import formatting as fmt
 from nanochat.ui import keys as key_names
 from nanochat.ui.actions import find, slash_hints
 from nanochat.ui.chrome import actions_of
 from nanochat.ui.line_input import editing_keys
-from nanochat.ui.sanitize import sanitize
 
 FOLD_CHARACTERS = 2_000
 FOLD_LINES = 20
@@ -86,7 +86,7 @@ class Prompt(TextArea):
     def take(self, text: str = "") -> None:
         """Replace the text, for example by nothing once it has been sent."""
         self._folded.clear()
-        self.text = self._fold_if_large(text)
+        self.text = self._fold_if_large(sanitize(text))  # an imported chat's text may come to be edited
         self.move_cursor(self.document.end)
 
     def action_delete_left(self) -> None:

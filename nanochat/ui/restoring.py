@@ -16,8 +16,8 @@ from nanochat.engine.config import SamplingParams
 from nanochat.engine.outputs import RequestMetrics, RequestOutput
 from nanochat.engine.request import FinishReason
 from nanochat.history import records
+from nanochat.sanitize import sanitize, sanitize_line
 from nanochat.ui.chat import Chat, Message, Note
-from nanochat.ui.sanitize import sanitize, sanitize_line
 
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _METRICS = frozenset(field.name for field in dataclasses.fields(RequestMetrics))

@@ -19,9 +19,9 @@ from textual.widgets.option_list import Option
 
 from nanochat.errors import HistoryError
 from nanochat.history import History, SearchHit
+from nanochat.sanitize import sanitize_line
 from nanochat.ui import formatting as fmt
 from nanochat.ui.line_input import LineInput
-from nanochat.ui.sanitize import sanitize_line
 
 LIMIT = 50
 """Hits shown at most."""

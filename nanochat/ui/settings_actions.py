@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanochat.errors import InvalidOption
+from nanochat.sanitize import sanitize_line
 from nanochat.ui import formatting as fmt
 from nanochat.ui.chat import Chat
 from nanochat.ui.chat_screen import ChatScreen
 from nanochat.ui.sampling_commands import describe, parse_setting, shortened
-from nanochat.ui.sanitize import sanitize_line
 from nanochat.ui.settings_dialog import ChatSettings, SettingsDialog
 
 if TYPE_CHECKING:

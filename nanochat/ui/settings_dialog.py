@@ -14,9 +14,9 @@ from textual.widgets import Button, Label, Select, Static
 
 from nanochat.engine.config import SamplingParams
 from nanochat.errors import InvalidOption
+from nanochat.sanitize import sanitize_line
 from nanochat.ui.line_input import LineInput, TextInput
 from nanochat.ui.sampling_commands import parse_value, setting_names, show_value
-from nanochat.ui.sanitize import sanitize_line
 
 if TYPE_CHECKING:
     from nanochat.settings import Preset

@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nanochat.errors import NanochatError
+from nanochat.stray_output import diverted
 from nanochat.ui.web import is_in_browser
 
 MIN_COLUMNS = 40
 MIN_ROWS = 10
-MAX_LOG_BYTES = 1_000_000
-"""A log longer than this is started anew."""
 
 
 class UnfitTerminal(NanochatError):
@@ -61,23 +60,6 @@ def _screen_descriptor() -> int | None:
     return next((descriptor for descriptor in (2, 1) if os.isatty(descriptor)), None)
 
 
-def log_file() -> Path:
-    """Where stray output and unexpected errors go."""
-    from platformdirs import user_log_path
-
-    return user_log_path("nanochat") / "app.log"
-
-
-def _open_log(path: Path) -> int:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        too_long = path.exists() and path.stat().st_size > MAX_LOG_BYTES
-        mode = os.O_TRUNC if too_long else os.O_APPEND
-        return os.open(path, os.O_WRONLY | os.O_CREAT | mode, 0o600)
-    except OSError:  # a read-only home: the app is worth more than its log
-        return os.open(os.devnull, os.O_WRONLY)
-
-
 @contextmanager
 def reserved_screen(log: Path) -> Iterator[None]:
     """Inside, descriptors 1 and 2 lead to ``log``; Textual's own output still reaches the terminal.
@@ -89,22 +71,10 @@ def reserved_screen(log: Path) -> Iterator[None]:
     if screen is None:
         yield
         return
-    sys.stdout.flush()
-    sys.stderr.flush()
     saved_streams = sys.__stdout__, sys.__stderr__
-    saved = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
-    log_descriptor = _open_log(log)
-    with open(os.dup(screen), "w", encoding="utf-8", errors="replace") as terminal:
+    with open(os.dup(screen), "w", encoding="utf-8", errors="replace") as terminal, diverted(log):
         try:
             sys.__stdout__ = sys.__stderr__ = terminal  # type: ignore[misc]
-            for descriptor in saved:
-                os.dup2(log_descriptor, descriptor)
             yield
         finally:
             sys.__stdout__, sys.__stderr__ = saved_streams  # type: ignore[misc]
-            sys.stdout.flush()
-            sys.stderr.flush()
-            for descriptor, original in saved.items():
-                os.dup2(original, descriptor)
-                os.close(original)
-            os.close(log_descriptor)

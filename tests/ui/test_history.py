@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from nanochat.history import History, Message
+from nanochat.sanitize import sanitize
 from nanochat.ui.dialogs import Confirm
 from nanochat.ui.message import AnswerMessage
-from nanochat.ui.sanitize import sanitize
 from tests.ui.driver import ENDLESS, LONG, SHORT, Driver, plain, started
 
 

@@ -25,6 +25,9 @@ from nanochat.errors import ModelNotFound, NotEnoughMemory, UnsupportedModel
 _MAPPED_BYTES = 64 * 2**20
 """A file is mapped anew after this many bytes: pages read stay resident for as long as a mapping lives."""
 
+_LONGEST_NAME = 200
+"""Of a weight file; file systems refuse somewhat longer ones."""
+
 _FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 _IGNORED_PARTS = ("vision_tower.", "multi_modal_projector.")
@@ -128,7 +131,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _is_plain_name(name: str) -> bool:
-    return name.endswith(".safetensors") and Path(name).name == name
+    is_sane = len(name) <= _LONGEST_NAME and name.isprintable()
+    return is_sane and name.endswith(".safetensors") and Path(name).name == name
 
 
 def read_headers(files: list[Path]) -> dict[str, StoredTensor]:

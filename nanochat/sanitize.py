@@ -1,4 +1,4 @@
-"""Makes text from outside fit to be shown: the one door between a model's or a paste's text and a widget.
+"""Makes text from outside fit to be shown: the one door between a model's or a paste's text and a terminal.
 
 A terminal obeys what it is sent, so control characters, escape sequences, direction overrides and
 invisible characters that could carry hidden text never reach it. Characters with a visible stand-in
@@ -23,6 +23,8 @@ _INVISIBLE = (
     *range(0x2061, 0x2066),  # invisible operators
     *range(0x206A, 0x2070),  # deprecated format characters
     *range(0xFFF9, 0xFFFC),  # interlinear annotation
+    *range(0x1BCA0, 0x1BCA4),  # shorthand format controls
+    *range(0x1D173, 0x1D17B),  # musical ones
     *range(0xE0000, 0xE0080),  # tag characters
     *range(0xE0100, 0xE01F0),  # variation selectors beyond the first sixteen
 )

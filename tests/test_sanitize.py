@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanochat.ui.sanitize import MAX_MARKS, Sanitizer, sanitize, sanitize_line
+from nanochat.sanitize import MAX_MARKS, Sanitizer, sanitize, sanitize_line
 
 DANGEROUS = [
     "\x1b[31mred\x1b[0m",
