@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scenes import SCENES
-from benchmarks.screens import normalised, render
+from benchmarks.screens import FOLDER, normalised, render
 
 TINY = {"device": "cpu", "dtype": "float32", "num_kv_blocks": 256, "max_model_len": 2048}
 
@@ -37,3 +37,9 @@ def test_pictures_name_their_parts_by_what_they_show_and_need_no_network() -> No
     other = svg.replace("123", "987")
     assert normalised(svg) == normalised(other)
     assert "https" not in normalised(svg)
+
+
+def test_every_scene_has_its_picture_and_no_picture_is_left_over() -> None:
+    assert {file.stem for file in FOLDER.glob("*.svg")} == set(SCENES)
+    for file in FOLDER.glob("*.svg"):
+        assert text(file.read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ from nanochat.ui.stage import Stage
 
 FIRST = "Give me three tips for learning the guitar."
 FOLLOW_UP = "And what should I look for when I buy a used guitar? List five points."
-FORK_FOLLOW_UP = "How often should I practice in the first month, and for how long?"
+FORK_FOLLOW_UP = "Write a practice plan for the first month, week by week, with four exercises each."
 PROMPTS = (
     "What should I look for when I buy a used bicycle? List five points.",
     "Why is the sky blue? Explain it to a child.",
