@@ -6,7 +6,6 @@ chunks beside them, and the part of a prompt that the last one began with kept.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,8 +74,6 @@ class LlamaCpp:
 
         self._lib = llama_cpp
         llama_cpp.llama_backend_init()
-        self._log = llama_cpp.llama_log_callback(lambda level, text, data: None)
-        llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
         self._model = llama_cpp.llama_model_load_from_file(
             str(gguf).encode(), llama_cpp.llama_model_default_params()
         )

@@ -86,6 +86,7 @@ def rope(
             x = F.rms_norm(x.float(), weight.shape, scale, eps)
         parts.append(x)
     both = _side_by_side(*parts) if q_norm is None and k_norm is None else torch.cat(parts, dim=1)
+    both = both.float()  # else each product would convert it anew
     first, second = both[..., :half], both[..., half : 2 * half]
     rotated = both * cos
     rotated[..., :half].addcmul_(second, sin, value=-1)

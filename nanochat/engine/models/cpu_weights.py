@@ -6,6 +6,7 @@ Knows nothing of files or requests.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -30,10 +31,11 @@ def prepare_weights(
     """
     linears = list(_linears(decoder))
     compact = 0
-    for number, linear in enumerate(linears):
-        if number % _REPORT_EVERY == 0:
-            progress(Progress("Preparing the weights", number, len(linears)))
-        compact += _prepare(linear, weights)
+    with _one_thread():
+        for number, linear in enumerate(linears):
+            if number % _REPORT_EVERY == 0:
+                progress(Progress("Preparing the weights", number, len(linears)))
+            compact += _prepare(linear, weights)
     head: Weights = weights
     if weights == "auto":
         head = "int8" if compact else "auto"
@@ -43,6 +45,21 @@ def prepare_weights(
     if 2 * compact > len(linears):
         return "int4"
     return "bf16" if decoder.dtype == torch.bfloat16 else "fp32"
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """PyTorch on a single thread.
+
+    Its threads meet after each of the some thousand short operations, and on a busy machine wait there for one
+    another: 30 s instead of 1 were seen. Several maps side by side would not, but take 200 MiB more.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _linears(decoder: Decoder) -> Iterator[Linear]:
