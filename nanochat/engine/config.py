@@ -57,7 +57,8 @@ class EngineConfig:
     dtype: DType = "auto"
     """Weights and activations. ``auto``: the widest type that is fast on the device."""
     weights: Weights = "auto"
-    """Format of the linear maps' weights on a CPU. ``auto``: as compact as the model's file has them."""
+    """Format of the linear maps' weights on a CPU. ``auto``: as compact as the model's file has them, but exact if
+    ``dtype`` is float32."""
     kv_dtype: KVDType = "auto"
     """KV cache; ``auto`` means the same as ``dtype``."""
     block_size: int = 16

@@ -83,7 +83,9 @@ def _load(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
     decoder = load_decoder(resolved.path, model, device, dtype, progress)
     weights: Weights = config.weights
     if device.type == "cpu":
-        weights = prepare_weights(decoder, config.weights, progress)
+        # Whoever asks for float32 wants exact products, not a compact form with rounded factors.
+        exact = weights == "auto" and config.dtype == "float32"
+        weights = prepare_weights(decoder, "fp32" if exact else weights, progress)
     progress(Progress("Preparing the KV cache"))
     with torch.inference_mode():
         free_bytes = _free_bytes(config, model, decoder, kv_dtype)
