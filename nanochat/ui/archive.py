@@ -194,9 +194,10 @@ class Archive:
             other.store_id, copies = history.fork_chat(_id(chat), ids, other.title)
             for message, store_id in zip(path, copies, strict=True):
                 message.store_id = store_id
-            self._saved[other.id] = _settings(other)
+            self._saved[other.id] = (other.title, *_settings(chat)[1:])
 
         self._do(fork)
+        self.configure(other)  # it may have been given others
 
     def cleared(self, chat: Chat) -> None:
         """All its messages were removed."""
