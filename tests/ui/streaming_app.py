@@ -25,7 +25,7 @@ def answers(chats: list[Chat]) -> dict[int, tuple[int, bool]]:
     return {
         message.store_id: (
             len(message.output.token_ids) if message.output is not None else message.answer.num_tokens,
-            message.output is not None,
+            message.output is not None and not message.is_interrupted,
         )
         for chat in chats
         for message in chat.messages()
