@@ -3,9 +3,11 @@
     python benchmarks/quality.py transformers FILE --limit-tokens 20000
     python benchmarks/quality.py kv FILE --dtype float32 --decode-tokens 4096
     python benchmarks/quality.py kv FILE --dtype bfloat16 --decode-tokens 4096
+    python benchmarks/quality.py weights FILE --limit-tokens 20000 --stride 2048
 
 ``transformers`` scores the same windows of the same tokens in one forward pass each, without a cache. ``kv``
-is what ``nanochat perplexity FILE --compare`` measures. With ``--json`` the figures go to a file, together
+is what ``nanochat perplexity FILE --compare`` measures. ``weights`` scores every token with each format of the
+weights, also where prompts would be computed with full ones. With ``--json`` the figures go to a file, together
 with the machine, the versions and the date.
 """
 
@@ -16,19 +18,21 @@ import json
 import math
 import os
 import platform
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 
 from nanochat.commands.perplexity import ProgressLine, format_report, read_text
-from nanochat.engine.config import EngineConfig
+from nanochat.engine.config import EngineConfig, Weights
 from nanochat.engine.progress import Progress, ProgressCallback
 from nanochat.engine.quality import QualityMeter, QualityOptions
 from nanochat.engine.windows import sliding_windows
+from nanochat.kernels import cpu_linear
 
 
 def describe_machine() -> dict[str, str]:
@@ -83,6 +87,26 @@ def measure_transformers(
     return {**report.to_json(), "transformers_perplexity": theirs, "difference": ours / theirs - 1}
 
 
+def measure_weights(
+    text: str, config: EngineConfig, options: QualityOptions, progress: ProgressCallback
+) -> dict[str, Any]:
+    """Perplexity by format of the weights, on a CPU."""
+    # Compact kernels are for a few rows, which would leave prefill to full weights.
+    cpu_linear.INT4_MAX_ROWS = cpu_linear.INT8_MAX_ROWS = 2**31
+    figures: dict[str, Any] = {}
+    for weights in get_args(Weights):
+        meter = QualityMeter(replace(config, weights=weights, dtype="auto"), options, progress)
+        report = meter.measure(text)
+        figures[weights] = {
+            "most_weights": meter.model.weights,
+            "dtype": report.dtype,
+            "tokens": report.prefill.tokens,
+            "perplexity": report.prefill.caches[0].perplexity,
+        }
+        print(weights, figures[weights], flush=True)
+    return {"formats": figures}
+
+
 @torch.inference_mode()
 def transformers_perplexity(
     folder: Path, tokens: list[int], ctx: int, stride: int, progress: ProgressCallback
@@ -107,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("transformers", "kv"))
+    parser.add_argument("what", choices=("transformers", "kv", "weights"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--model", default="")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -125,9 +149,11 @@ def main() -> None:
         ctx=options.ctx,
         stride=options.stride,
         limit_tokens=options.limit_tokens,
-        decode_tokens=options.decode_tokens,
+        decode_tokens=0 if options.what == "weights" else options.decode_tokens,
     )
-    measure = measure_kv if options.what == "kv" else measure_transformers
+    measure = {"kv": measure_kv, "transformers": measure_transformers, "weights": measure_weights}[
+        options.what
+    ]
     with ProgressLine() as progress:
         figures = measure(read_text(options.file), config, wanted, progress)
     if options.json is not None:
