@@ -133,7 +133,7 @@ def measure(peer: Peer, seed: int) -> dict[str, float]:
 
 def make_peer(args: argparse.Namespace) -> Peer:
     if args.engine == "llama_cpp":
-        return LlamaCpp(args.gguf, args.threads)
+        return LlamaCpp(args.gguf, args.threads, not args.no_repack)
     if args.engine == "transformers":
         return Transformers(args.threads, args.weights)
     options: dict[str, Any] = {"weights": args.weights, "kv_dtype": args.kv}
@@ -161,6 +161,9 @@ def main() -> None:
     parser.add_argument("--weights", default="auto", help="nanochat's formats; of transformers bf16 or fp32")
     parser.add_argument("--kv", choices=["auto", "int8"], default="auto")
     parser.add_argument("--gguf", type=Path, help="the model for llama_cpp")
+    parser.add_argument(
+        "--no-repack", action="store_true", help="llama_cpp keeps weights in the file's order"
+    )
     parser.add_argument("--threads", type=int, default=2, help="of the peers; nanochat chooses itself")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", type=Path)

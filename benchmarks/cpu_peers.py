@@ -69,14 +69,15 @@ class _Row:
 class LlamaCpp:
     """``llama_decode`` over one context with eight sequences."""
 
-    def __init__(self, gguf: Path, threads: int) -> None:
+    def __init__(self, gguf: Path, threads: int, repack: bool) -> None:
+        """``repack``: let it bring weights into an order for the processor; some builds crash over AMX then."""
         import llama_cpp
 
         self._lib = llama_cpp
         llama_cpp.llama_backend_init()
-        self._model = llama_cpp.llama_model_load_from_file(
-            str(gguf).encode(), llama_cpp.llama_model_default_params()
-        )
+        model_params = llama_cpp.llama_model_default_params()
+        model_params.use_extra_bufts = repack
+        self._model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), model_params)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 8192, BATCH, 512, 8
         params.n_threads = params.n_threads_batch = threads
@@ -85,7 +86,12 @@ class LlamaCpp:
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
         self._cached: list[int] = []
-        self.about = {"llama_cpp_python": llama_cpp.__version__, "threads": threads, "chunk": CHUNK}
+        self.about = {
+            "llama_cpp_python": llama_cpp.__version__,
+            "threads": threads,
+            "chunk": CHUNK,
+            "repack": repack,
+        }
 
     def run(self, jobs: list[Job]) -> list[list[float]]:
         memory = self._lib.llama_get_memory(self._context)

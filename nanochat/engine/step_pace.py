@@ -8,7 +8,9 @@ from __future__ import annotations
 from nanochat.engine.step_plan import StepPlan
 
 GRAIN = 16
-"""Budgets are multiples of this, and at least it: kernels are prepared anew for every number of rows."""
+"""Budgets are multiples of this: kernels are prepared anew for every number of rows."""
+FLOOR = 64
+"""Tokens that a prompt may always take: on a CPU they cost little more than one, and it has to get on."""
 FEWEST_TOKENS = 8
 """A prefill of fewer says nothing about the cost of one token."""
 NEWEST_SHARE = 0.5
@@ -38,7 +40,7 @@ class StepPace:
         if not self.goal_s or not self._token_s:
             return budget
         affordable = int((self.goal_s - self._decode_s) / self._token_s)
-        return min(budget, max(GRAIN, affordable - affordable % GRAIN))
+        return min(budget, max(FLOOR, affordable - affordable % GRAIN))
 
 
 def _blend(estimate: float, observed: float) -> float:

@@ -6,7 +6,7 @@ from nanochat.engine.block_pool import BlockPool
 from nanochat.engine.config import SamplingParams
 from nanochat.engine.request import Request
 from nanochat.engine.scheduler import Scheduler, StepPlan
-from nanochat.engine.step_pace import GRAIN, StepPace
+from nanochat.engine.step_pace import FLOOR, StepPace
 
 DECODE_S = 0.02
 TOKEN_S = 0.001
@@ -57,7 +57,7 @@ def test_without_a_goal_the_whole_prompt_is_one_step() -> None:
 
 
 def test_a_goal_that_cannot_be_met_still_lets_the_prompt_advance() -> None:
-    assert len(chat_then_long_prompt(0.001)) == 2000 // GRAIN
+    assert len(chat_then_long_prompt(0.001)) == -(-2000 // FLOOR)
 
 
 def test_without_a_running_chat_nothing_is_cut() -> None:
