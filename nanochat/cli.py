@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from nanochat.commands import ask, completion, config, demo, perplexity, simulate
 from nanochat.commands.options import EARLY, add_engine_options, engine_config
 from nanochat.errors import NanochatError
+from nanochat.interrupts import STATUS, interruptible
 from nanochat.sanitize import sanitize_line
 
 MAX_SENTENCE = 2_000
@@ -27,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a "?" beats a traceback where the locale lacks a character
     try:
-        status = int(args.run(args))
+        with interruptible():
+            status = int(args.run(args))
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nanochat: {sanitize_line(str(error), MAX_SENTENCE)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130
+        return STATUS
     except BrokenPipeError:
         _abandon_output()
         return 1

@@ -13,3 +13,9 @@ from tests.tiny_model import write_tiny_llama
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a two-layer random Llama with a byte-level tokenizer."""
     return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def long_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with so long a context that an endless answer outlasts any test."""
+    return write_tiny_llama(tmp_path_factory.mktemp("long") / "long-llama", max_position_embeddings=65_536)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -36,6 +37,7 @@ from nanochat.ui.loader import EngineReady, Loader, LoadFailed, LoadProgressed
 from nanochat.ui.main_screen import MainScreen
 from nanochat.ui.palette import ActionsProvider
 from nanochat.ui.screenshots import file_name, pictures_folder, save, widget_svg
+from nanochat.ui.signals import EndingSignals
 from nanochat.ui.stats_panel import StatsPanel
 from nanochat.ui.terminal import UnfitTerminal, check_terminal, reserved_screen
 from nanochat.ui.textual_private import let_alt_digits_through, write_to_terminal
@@ -98,6 +100,7 @@ class NanochatApp(App[None]):
         """What to load again if another model, chosen by the user, can't be loaded."""
         self._bridge: Bridge | None = None
         self._interrupted_s = -QUIT_WINDOW_S
+        self.signals = EndingSignals(lambda: self._archive.close(CLOSE_WAIT_S))
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = theme_named(self.look.theme).name
@@ -119,6 +122,7 @@ class NanochatApp(App[None]):
         return screen
 
     def on_mount(self) -> None:
+        self.signals.attach(self.leave)
         self.call_after_refresh(self._loader.start)  # importing PyTorch would delay the first paint
 
     async def on_history_opened(self, event: HistoryOpened) -> None:
@@ -260,7 +264,7 @@ def run_app(config: EngineConfig, *, system: str | None = None, settings: Settin
 
     Returns:
         0; or 1 with a sentence on standard error when the terminal can't show the app, the model could
-        not be loaded, or the app has failed.
+        not be loaded, or the app has failed; or 128 and the number of the signal that ended it.
 
     Raises:
         InvalidOption: the file gives an action a key that can't work.
@@ -284,21 +288,28 @@ def run_app(config: EngineConfig, *, system: str | None = None, settings: Settin
         actions=actions,
         history_file=default_history_file(),
     )
-    with reserved_screen(log):
+    with app.signals.awaited(), reserved_screen(log):
         logging.basicConfig(filename=log) if log.parent.is_dir() else None
         app.run()
         is_closed = app.close_engine()
     status = app.return_code or 0
+    if app.signals.status is not None:
+        return _end(app.signals.status, is_closed)
     if app.unsaved is not None:
         print(f"nanochat: {sanitize_line(app.unsaved, 2_000)}", file=sys.stderr)
     if app.load_error is not None:
         print(f"nanochat: {app.load_error}", file=sys.stderr)
     elif status:
         print(f"nanochat: The app has failed; {log} says where.", file=sys.stderr)
+    return _end(status, is_closed)
+
+
+def _end(status: int, is_closed: bool) -> int:
     if not is_closed:
         # A thread is deep in native code, importing PyTorch or computing a step, and can't be asked to
         # end. Python's own exit would tear the interpreter down under it and may crash; nothing is open.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):  # the terminal may be gone
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(status)
     return status

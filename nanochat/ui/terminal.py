@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nanochat.errors import NanochatError
@@ -72,9 +72,12 @@ def reserved_screen(log: Path) -> Iterator[None]:
         yield
         return
     saved_streams = sys.__stdout__, sys.__stderr__
-    with open(os.dup(screen), "w", encoding="utf-8", errors="replace") as terminal, diverted(log):
-        try:
+    terminal = os.fdopen(os.dup(screen), "w", encoding="utf-8", errors="replace")
+    try:
+        with diverted(log):
             sys.__stdout__ = sys.__stderr__ = terminal  # type: ignore[misc]
             yield
-        finally:
-            sys.__stdout__, sys.__stderr__ = saved_streams  # type: ignore[misc]
+    finally:
+        sys.__stdout__, sys.__stderr__ = saved_streams  # type: ignore[misc]
+        with suppress(OSError):  # the terminal may be gone, and take nothing any more
+            terminal.close()

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-import pty
-import struct
-import subprocess
 import sys
-import termios
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from nanochat.history import History
+from tests.terminal import Terminal, until
 
-WAIT_S = 90.0
 TABS = 8
 QUIT_S = 2.0
 CONFIG = """
@@ -34,43 +26,6 @@ max_tokens = 60000
 ignore_eos = true
 temperature = 0.0
 """
-
-
-class Terminal:
-    """A process in a pseudo-terminal, and all that it writes there."""
-
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
-        self._parent, child = pty.openpty()
-        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 36, 120, 0, 0))
-        self.process = subprocess.Popen(
-            command, stdin=child, stdout=child, stderr=child, env=environment, start_new_session=True
-        )
-        os.close(child)
-        self.written = b""
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        with contextlib.suppress(OSError):  # the other side has closed
-            while piece := os.read(self._parent, 65_536):
-                self.written += piece
-
-    def send(self, keys: str) -> None:
-        """Type these, as a terminal sends them."""
-        os.write(self._parent, keys.encode())
-
-    def wait(self, timeout_s: float) -> int:
-        """The exit status."""
-        status = self.process.wait(timeout_s)
-        self._reader.join(5)
-        return status
-
-
-def until(condition: Callable[[], object]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

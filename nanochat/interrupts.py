@@ -1,0 +1,55 @@
+"""Ctrl+C in a command: it always ends, soon, with status 130, and without a traceback.
+
+Python raises ``KeyboardInterrupt`` wherever it happens to be; inside an import or a callback from native
+code it may be swallowed, and while Python ends it is printed. So a clock runs from the first interrupt on,
+and a second one ends the process at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STATUS = 130
+LEAVE_S = 1.5
+"""An interrupted command is given this long to put its things in order."""
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside, an interrupt raises ``KeyboardInterrupt``, and ends the process if that doesn't help.
+
+    Nothing is changed where interrupts are ignored (a job in the background) or in another thread than
+    the main one.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT)
+    if not is_main or before is signal.SIG_IGN:
+        yield
+        return
+    is_interrupted = False
+
+    def interrupt(_: int, __: FrameType | None) -> None:
+        nonlocal is_interrupted
+        if is_interrupted:
+            os._exit(STATUS)
+        is_interrupted = True
+        threading.Thread(target=_end_at_last, daemon=True).start()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if not is_interrupted:
+            signal.signal(signal.SIGINT, before)
+
+
+def _end_at_last() -> None:
+    time.sleep(LEAVE_S)
+    os._exit(STATUS)
