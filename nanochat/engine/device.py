@@ -69,10 +69,21 @@ def _check_weights(config: EngineConfig, device: torch.device) -> None:
 
 def _cpu_multiplies_bf16() -> bool:
     # Without such instructions BF16 products are emulated and several times slower than FP32.
-    if not hasattr(torch.cpu, "get_capabilities"):  # torch before 2.12
-        return False
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16"))
+    names = ("amx_bf16", "avx512_bf16")
+    if hasattr(torch.cpu, "get_capabilities"):
+        capabilities = torch.cpu.get_capabilities()
+        return any(capabilities.get(name, False) for name in names)
+    return any(name in _cpu_flags() for name in names)  # torch before 2.12
+
+
+def _cpu_flags(info: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """What Linux says the first processor can do; nothing elsewhere."""
+    try:
+        lines = info.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith("flags")), ":")
+    return frozenset(flags.split(":", 1)[1].split())
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 
+from nanochat.engine import device
 from nanochat.engine.config import EngineConfig
 from nanochat.engine.device import choose_device, choose_dtype, free_cpu_bytes, is_out_of_memory
 from nanochat.errors import InvalidOption
@@ -84,3 +85,21 @@ class TestChoosing:
     ) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         assert choose_dtype(EngineConfig(), torch.device("cuda", 0)) == dtype
+
+
+class TestBfloat16OnCpus:
+    """Whether a processor multiplies BF16, asked of PyTorch or, where it doesn't know, of Linux."""
+
+    @pytest.mark.parametrize(("flags", "dtype"), [("fpu amx_bf16", torch.bfloat16), ("fpu", torch.float32)])
+    def test_a_torch_that_cannot_tell(
+        self, monkeypatch: pytest.MonkeyPatch, flags: str, dtype: torch.dtype
+    ) -> None:
+        monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+        monkeypatch.setattr(device, "_cpu_flags", lambda: frozenset(flags.split()))
+        assert choose_dtype(EngineConfig(), CPU) == dtype
+
+    def test_flags_of_linux(self, tmp_path: Path) -> None:
+        info = tmp_path / "cpuinfo"
+        assert device._cpu_flags(info) == frozenset()
+        info.write_text("processor : 0\nflags\t\t: fpu avx512_bf16\n\nprocessor : 1\nflags\t\t: fpu\n")
+        assert device._cpu_flags(info) == {"fpu", "avx512_bf16"}
