@@ -153,6 +153,17 @@ def test_laying_out_leaves_printable_text_and_is_quick(name: str) -> None:
     assert not unprintable("".join(line.content.plain for line in document.lines))
 
 
+@pytest.mark.parametrize(
+    "scheme", ["https://", "http://", "mailto:", "HTTPS://", "ssh://", "file://", "vscode:", "//"]
+)
+def test_only_links_to_the_web_and_to_mail_look_like_links(scheme: str) -> None:
+    document = MarkdownDocument(f"[here]({scheme}example.org)")
+    document.layout(80)
+    styles = [str(span.style) for line in document.lines for span in line.content.spans]
+    assert (".link" in styles) == (scheme.lower() in ("https://", "http://", "mailto:"))
+    assert "example.org" in "".join(line.content.plain for line in document.lines)
+
+
 async def test_generated(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with recorded(tiny_llama, monkeypatch) as (driver, terminal):
         texts = groups(24)

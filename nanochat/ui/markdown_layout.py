@@ -30,11 +30,15 @@ HIGHLIGHT_LINES = 100
 """Code is highlighted in pieces of this many lines: growing code costs its last piece, not the whole."""
 HIGHLIGHT_COLUMNS = 1_000
 """Code with a longer line isn't highlighted: lexers may take long over it."""
+INLINE_CHARACTERS = 100_000
+"""A paragraph longer than this is shown as it is written: thousands of brackets take seconds to parse."""
 CACHE_ENTRIES = 4_096
 COLUMN_GAP = "  "
 
 _MAX_NESTING = 20
 _EMPHASIS = {"em": ".em", "strong": ".strong", "s": ".strike"}
+_LINK_SCHEMES = ("https://", "http://", "mailto:")
+"""Whatever else is written as a link looks like plain text, with its target."""
 _LANGUAGE = re.compile(r"[\w+#.-]{1,24}")
 
 Key = TypeVar("Key")
@@ -161,6 +165,8 @@ class MarkdownLayout:
     def _inline(self, source: str) -> Content:
         if (kept := self._parsed.get(source)) is not None:
             return kept
+        if len(source) > INLINE_CHARACTERS:
+            return Content(source.expandtabs(TAB))
         tokens = self._inlines.parseInline(source)
         return _remember(self._parsed, source, _inline_content(tokens[0].children or []))
 
@@ -328,7 +334,8 @@ def _inline_content(tokens: Sequence[Token]) -> Content:
         elif kind == "link_close" and hrefs:
             href, start = hrefs.pop()
             shown = "".join(text)[start:]
-            spans.append(Span(start, position, ".link"))
+            if href.lower().startswith(_LINK_SCHEMES):
+                spans.append(Span(start, position, ".link"))
             if href.removeprefix("mailto:") != shown:
                 add(f" ({href})", ".url")  # where a link leads is never hidden
         elif name in _EMPHASIS and end == "open":
