@@ -162,9 +162,7 @@ def test_a_signal_ends_an_answer(
             terminal.process.send_signal(number)
         until(lambda: terminal.process.poll() is not None, QUICK_S)
         assert terminal.is_as_before
-        # While Python starts or ends, an interrupt ends it as the system does; for a shell that is 130 too.
-        accepted = (status, -number) if delay_s is not None else (status,)
-        assert terminal.wait(1) in accepted
+        assert terminal.wait(1) == status
         assert terminal.processes() == []
     finally:
         terminal.process.kill()
@@ -180,11 +178,12 @@ def test_an_interrupt_at_any_moment_is_no_traceback(long_llama: Path, tmp_path: 
     for step in range(8):
         terminal = Terminal([*ASK, *options], environment(tmp_path))
         try:
-            time.sleep(0.2 + 0.17 * step)
+            time.sleep(0.3 + 0.16 * step)
             for _ in range(presses):
                 terminal.send("\x03")
                 time.sleep(0.03)
-            assert terminal.wait(QUICK_S) in (130, -signal.SIGINT)
+            # Before our own first line, an interrupt ends Python as the system does; a shell sees 130 too.
+            assert terminal.wait(QUICK_S) in ((130,) if step > 1 else (130, -signal.SIGINT))
         finally:
             terminal.process.kill()
         assert b"Traceback" not in terminal.written
