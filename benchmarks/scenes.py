@@ -198,10 +198,8 @@ async def error(stage: Stage) -> None:
     for prompt in (FIRST, PROMPTS[3]):
         stage.ask(prompt)
         await stage.until_idle()
-    stage.ask(
-        "Please improve this text:\n"
-        + "\n".join(f"{number}. {prompt}" for number, prompt in enumerate(PROMPTS, 1))
-    )
+    lines = [f"{number}. {prompt}" for number, prompt in enumerate((*PROMPTS, *PROMPTS[:5]), 1)]
+    stage.ask("Please improve these questions:\n" + "\n".join(lines))
     await stage.until(lambda: len(stage.app.screen_stack) > 1, 60, "Refusing")
 
 
