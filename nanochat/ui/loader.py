@@ -67,6 +67,16 @@ def _let_the_screen_go_first() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + ENGINE_NICENESS)
 
 
+def _spare_the_collector() -> None:
+    """Take what has been loaded out of the garbage collector's rounds.
+
+    PyTorch and the tokenizers make about a million objects that stay to the end; looking through them
+    stops every thread for more than 0.1 s, several times a second while answers are drawn.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 class Loader:
     """A daemon thread that posts what it does.
 
@@ -129,6 +139,7 @@ class Loader:
             if self._is_abandoned.is_set():
                 engine.close()
             else:
+                _spare_the_collector()
                 self._post(EngineReady(engine))
 
     def _report(self, progress: Progress) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pty
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from nanochat.ui import terminal
 from nanochat.ui.terminal import UnfitTerminal, check_terminal
+from tests.ui.driver import started
 
 HEAVY = ("torch", "transformers", "numpy", "jinja2", "tokenizers")
 
@@ -109,3 +111,9 @@ def _run_in_terminal(program: str) -> str:
     os.close(parent)
     assert process.wait() == 0
     return written.decode()
+
+
+async def test_what_was_loaded_no_longer_costs_the_garbage_collector(tiny_llama: Path) -> None:
+    """Its full rounds would stop the screen for more than 0.1 s each."""
+    async with started(tiny_llama):
+        assert gc.get_freeze_count() > 100_000
