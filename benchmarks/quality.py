@@ -94,7 +94,7 @@ def measure_weights(
     # Compact kernels are for a few rows, which would leave prefill to full weights.
     cpu_linear.INT4_MAX_ROWS = cpu_linear.INT8_MAX_ROWS = 2**31
     figures: dict[str, Any] = {}
-    for weights in get_args(Weights):
+    for weights in [config.weights] if config.weights != "auto" else get_args(Weights):
         meter = QualityMeter(replace(config, weights=weights, dtype="auto"), options, progress)
         report = meter.measure(text)
         figures[weights] = {
@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--model", default="")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--weights", default="auto", choices=get_args(Weights), help="only this format")
     parser.add_argument("--ctx", type=int)
     parser.add_argument("--stride", type=int)
     parser.add_argument("--limit-tokens", type=int)
@@ -143,7 +144,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "transformers" and options.dtype != "float32":
         parser.error("transformers is compared in float32, where figures have to be equal")
-    config = EngineConfig(model=options.model, device="cpu", dtype=options.dtype)
+    config = EngineConfig(
+        model=options.model,
+        device="cpu",
+        dtype="auto" if options.weights != "auto" else options.dtype,
+        weights=options.weights,
+    )
     wanted = QualityOptions(
         compare=options.what == "kv",
         ctx=options.ctx,
