@@ -22,10 +22,9 @@ WINDOW_S = 0.4
 BUSY_SHARE = 0.75
 """Below this share of what the threads could have run, somebody else is using the cores."""
 FIRST_RETRY_S = 5.0
-"""One thread more is tried after this long; twice as long after every failure ..."""
+"""One thread more is tried after this long; twice as long after every try that failed ..."""
 LAST_RETRY_S = 80.0
 """... up to this."""
-
 
 CORES_TO_SHARE = 4
 """From so many cores on, one is left to the screen."""
@@ -72,6 +71,8 @@ class ThreadGovernor:
         self._started = (0.0, 0.0)
         self._wall_s = 0.0
         self._process_s = 0.0
+        self._is_trying = False
+        """Whether the newest thread has yet to show that it gets a core."""
         self._retry_s = FIRST_RETRY_S
         self._retry_at_s = 0.0
         set_threads(most)
@@ -80,6 +81,7 @@ class ThreadGovernor:
         """Start the clocks, and try one thread more if it is time to."""
         now_s = self._clocks[0]()
         if self.threads < self._most and now_s >= self._retry_at_s:
+            self._is_trying = True
             self._use(self.threads + 1)
         self._started = now_s, self._clocks[1]()
 
@@ -92,12 +94,13 @@ class ThreadGovernor:
             return
         share = self._process_s / (self._wall_s * self.threads)
         if share < BUSY_SHARE:
-            self._use(self.threads - 1)
+            # Only tries become rarer: a load that takes several cores at once is no reason to wait for long.
+            self._retry_s = min(2 * self._retry_s, LAST_RETRY_S) if self._is_trying else FIRST_RETRY_S
             self._retry_at_s = now_s + self._retry_s
-            self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+            self._use(self.threads - 1)
         else:
-            self._retry_s = FIRST_RETRY_S
             self._wall_s = self._process_s = 0.0
+        self._is_trying = False
 
     def _use(self, threads: int) -> None:
         self.threads = threads

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nanochat.engine.cpu_threads import FIRST_RETRY_S, ThreadGovernor, choose_threads
+from nanochat.engine.cpu_threads import BUSY_SHARE, FIRST_RETRY_S, ThreadGovernor, choose_threads
 
 
 class TestChoice:
@@ -82,11 +82,22 @@ def test_threads_come_back_when_the_machine_is_quiet_again() -> None:
     assert machine.run(FIRST_RETRY_S + 1) == 2
 
 
-def test_on_a_machine_that_stays_busy_tries_become_rare() -> None:
-    machine = Machine(cores=2)
-    machine.free_cores = 1.0
-    machine.run(300)
-    assert machine.used.count(2) <= 7  # once at the start, then after 5, 10, 20, 40, 80 and 80 s
+@pytest.mark.parametrize("cores", [2, 4, 16])
+def test_on_a_machine_that_stays_busy_tries_become_rare(cores: int) -> None:
+    machine = Machine(cores)
+    machine.free_cores = BUSY_SHARE * cores - 0.1
+    fewer = machine.run(1)
+    assert fewer < cores
+    assert machine.run(300) == fewer
+    assert machine.used.count(fewer + 1) <= 7  # on the way down, then after 5, 10, 20, 40, 80 and 80 s
+
+
+def test_a_short_load_on_many_cores_is_soon_forgotten() -> None:
+    machine = Machine(cores=8)
+    machine.free_cores = 0.5
+    assert machine.run(4) == 1
+    machine.free_cores = 8.0
+    assert machine.run(FIRST_RETRY_S + 4) == 8
 
 
 def test_it_goes_down_step_by_step_but_never_to_none() -> None:
