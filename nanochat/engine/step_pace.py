@@ -31,7 +31,11 @@ class StepPace:
         tokens = plan.num_tokens - len(plan.decodes)
         if not tokens:
             self._decode_s = _blend(self._decode_s, duration_s)
-        elif tokens >= FEWEST_TOKENS:
+            return
+        if plan.decodes:
+            # One slow step must not hold prompts up until the next step without any: it may be far off.
+            self._decode_s = min(self._decode_s, duration_s)
+        if tokens >= FEWEST_TOKENS:
             others_s = min(self._decode_s, duration_s / 2) if plan.decodes else 0.0
             self._token_s = _blend(self._token_s, (duration_s - others_s) / tokens)
 

@@ -78,3 +78,16 @@ def test_it_follows_a_machine_that_becomes_slower() -> None:
     times = [step(scheduler, slowdown=5)[1] for _ in range(6)]
     assert times[0] > 1
     assert times[-1] <= 0.6
+
+
+def test_one_slow_step_does_not_hold_a_prompt_up() -> None:
+    """The machine was away for a second while a chat ran; in the next prompt's steps the chat runs as well."""
+    scheduler = make_scheduler(StepPace(0.5))
+    add(scheduler, 1, 64)
+    for _ in range(4):
+        step(scheduler)
+    step(scheduler, slowdown=50)
+    add(scheduler, 2, 2000)
+    plans = [step(scheduler)[0] for _ in range(2)]
+    assert plans[0].num_tokens == FLOOR + 1
+    assert plans[1].num_tokens > 300
