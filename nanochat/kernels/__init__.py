@@ -138,9 +138,11 @@ def linear_add_norm(
 ) -> tuple[Normed, torch.Tensor]:
     """`rms_norm` of `linear` plus ``residual``: the normed rows, and the sum, both of ``[T, out]``.
 
-    ``residual [T, out]`` is of ``x``'s type or float32, and so is the sum.
+    ``residual [T, out]`` is of ``x``'s type or float32, and so is the sum. ``norm_weight [out]``, or
+    ``norm_weight + 1`` with ``plus_one``; the normed rows have its type.
     """
     checks.check_linear(x, weight, bias)
+    checks.check_sum_and_norm(x, weight, residual, norm_weight)
     return _backend(weight).linear_add_norm(x, weight, bias, residual, norm_weight, eps, plus_one=plus_one)
 
 

@@ -65,6 +65,21 @@ def check_linear(x: torch.Tensor | Normed, weight: torch.Tensor, bias: torch.Ten
         _expect(known and bias.shape == weight.shape[:1], "bias", "[out], like weight", bias)
 
 
+def check_sum_and_norm(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor
+) -> None:
+    """What `nanochat.kernels.linear_add_norm` takes beyond `check_linear`."""
+    rows, out_size = x.shape[0], weight.shape[0]
+    known = residual.dtype in (x.dtype, torch.float32) and residual.device == weight.device
+    _expect(
+        known and residual.shape == (rows, out_size), "residual", "[T, out], like x or in float32", residual
+    )
+    known = norm_weight.dtype in FLOATS and norm_weight.device == weight.device
+    _expect(
+        known and norm_weight.shape == (out_size,), "norm_weight", "[out] of a float type, with x", norm_weight
+    )
+
+
 def check_gate_up(gate_up: torch.Tensor) -> None:
     halves = gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0
     _expect(halves and gate_up.dtype in FLOATS, "gate_up", "[T, 2I] of a float type", gate_up)

@@ -78,8 +78,10 @@ def linear_add_norm(
     """See `nanochat.kernels.linear_add_norm`."""
     config = _config(x, weight, 1)
     # Undivided rows may be too large for FP16.
-    types = (weight.dtype, residual.dtype)
-    if config is None or not config.joins_norm or types != (torch.bfloat16, torch.float32):
+    types = (weight.dtype, norm_weight.dtype, residual.dtype)
+    fits = types == (torch.bfloat16, torch.bfloat16, torch.float32)
+    dense = residual.stride(1) == 1 and norm_weight.stride(0) == 1
+    if config is None or not (config.joins_norm and fits and dense):
         normed, summed = rms_norm(linear(x, weight, bias), norm_weight, eps, residual, plus_one=plus_one)
         return Normed(normed), summed
     rows, out_size = x.shape[0], weight.shape[0]

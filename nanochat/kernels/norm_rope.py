@@ -24,8 +24,8 @@ def rms_norm(
     plus_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `nanochat.kernels.rms_norm`."""
-    for name, tensor in (("x", x), ("residual", residual)):
-        if tensor is not None and tensor.stride(1) != 1:
+    for name, tensor in (("x", x), ("residual", residual), ("weight", weight)):
+        if tensor is not None and tensor.stride(-1) != 1:
             raise ValueError(f"{name} must be dense in its last dim; its strides are {tensor.stride()}")
     tokens, hidden = x.shape
     normed = torch.empty((tokens, hidden), dtype=weight.dtype, device=x.device)

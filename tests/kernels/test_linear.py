@@ -119,3 +119,9 @@ def test_wrong_arguments_are_refused() -> None:
         kernels.linear(Normed(x.half()), weight)
     with pytest.raises(ValueError, match="bias must be"):
         kernels.silu_linear(x, weight, torch.zeros(3))
+    residual, norm = torch.zeros(2, 4), torch.zeros(4)
+    for wrong in ((residual[:1], norm), (residual[:, :3], norm), (residual.half(), norm)):
+        with pytest.raises(ValueError, match="residual must be"):
+            kernels.linear_add_norm(x, weight, None, *wrong, 1e-6)
+    with pytest.raises(ValueError, match="norm_weight must be"):
+        kernels.linear_add_norm(x, weight, None, residual, norm[:3], 1e-6)

@@ -108,3 +108,26 @@ def test_a_layers_maps_one_after_another(monkeypatch: pytest.MonkeyPatch, rows: 
     launches = kernel.launches
     gpu_linear.linear(Normed(randn(rows, 600)[:, 1:577]), head)
     assert kernel.launches == launches
+
+
+@pytest.mark.parametrize("odd", ["residual", "norm_weight", "types"])
+def test_what_the_kernel_cannot_read_is_normed_apart(monkeypatch: pytest.MonkeyPatch, odd: str) -> None:
+    kernel = PlainKernel()
+    for module in (gpu_linear, triton_utils):
+        monkeypatch.setattr(module, "device_info", lambda device: DeviceInfo(90, 30))
+    monkeypatch.setattr(gpu_linear, "_linear_kernel", kernel)
+    monkeypatch.setattr(gpu_linear, "rms_norm", reference.rms_norm)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 576, generator=generator).bfloat16() for n in (3, 640))
+    residual, norm_weight = (torch.randn(n, 640, generator=generator) for n in (3, 1))
+    norm_weight = norm_weight[0] if odd == "types" else norm_weight[0].bfloat16()
+    if odd == "residual":
+        residual = residual.t().contiguous().t()
+    elif odd == "norm_weight":
+        norm_weight = torch.stack([norm_weight, norm_weight], dim=1)[:, 0]
+    normed, summed = gpu_linear.linear_add_norm(x, weight, None, residual, norm_weight, 1e-6)
+    expected, expected_sum = reference.linear_add_norm(x, weight, None, residual, norm_weight, 1e-6)
+    assert normed.squares is None
+    assert normed.values.dtype == norm_weight.dtype
+    torch.testing.assert_close(normed.values, expected.values, atol=0.05, rtol=0.02)
+    torch.testing.assert_close(summed, expected_sum, atol=0.5, rtol=0.02)

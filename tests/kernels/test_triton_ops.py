@@ -156,6 +156,8 @@ def test_quantisation_rounds_every_half_away_from_zero(dtype: torch.dtype) -> No
 def test_layouts_that_cannot_be_read_are_refused() -> None:
     with pytest.raises(ValueError, match="x must be dense"):
         gpu.rms_norm(randn(8, 4).T, randn(8), 1e-6)
+    with pytest.raises(ValueError, match="weight must be dense"):
+        gpu.rms_norm(randn(4, 8), randn(8, 2)[:, 0], 1e-6)
     with pytest.raises(ValueError, match="gate_up must be dense"):
         gpu.silu_mul(randn(8, 4).T)
     with pytest.raises(ValueError, match="q must be dense"):
