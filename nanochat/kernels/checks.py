@@ -76,7 +76,10 @@ def check_sum_and_norm(
     )
     known = norm_weight.dtype in FLOATS and norm_weight.device == weight.device
     _expect(
-        known and norm_weight.shape == (out_size,), "norm_weight", "[out] of a float type, with x", norm_weight
+        known and norm_weight.shape == (out_size,),
+        "norm_weight",
+        "[out] of a float type, with x",
+        norm_weight,
     )
 
 

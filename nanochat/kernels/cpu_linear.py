@@ -115,9 +115,17 @@ def four_bit(weight: torch.Tensor) -> Int4Weight | None:
 
 def quantize_int8(weight: torch.Tensor) -> Int8Weight:
     """A scale a row, and the nearest of 255 levels."""
-    wide = weight.float()
-    scales = wide.abs().amax(dim=1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
-    return Int8Weight((wide / scales.unsqueeze(1)).round_().to(torch.int8), scales)
+    num_rows, num_columns = weight.shape
+    values = torch.empty(num_rows, num_columns, dtype=torch.int8)
+    scales = torch.empty(num_rows, dtype=torch.float32)
+    step = max(1, _CHUNK // num_columns)
+    for first in range(0, num_rows, step):
+        rows = slice(first, first + step)
+        wide = weight[rows].float()
+        highest = torch.linalg.vector_norm(wide, float("inf"), dim=1)
+        scales[rows] = highest.div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
+        values[rows] = (wide / scales[rows].unsqueeze(1)).round_()
+    return Int8Weight(values, scales)
 
 
 def dequantize_int8(weight: Int8Weight) -> torch.Tensor:

@@ -102,8 +102,9 @@ class TestQuantising:
         assert quantized.deviation <= 0.5
         assert bool((error < (high - low) / 15).all())
 
-    def test_int8_errs_by_half_a_step_at_most(self) -> None:
-        weight, _ = weights(100, 320)
+    @pytest.mark.parametrize("num_rows", [1, 100, 1000])
+    def test_int8_errs_by_half_a_step_at_most(self, num_rows: int) -> None:
+        weight, _ = weights(num_rows, 320)  # some in pieces of several rows, the last one smaller
         error = (cpu_linear.dequantize_int8(cpu_linear.quantize_int8(weight)) - weight).abs().amax(1)
         assert bool((error <= 0.501 * weight.abs().amax(1) / 127).all())
 

@@ -73,7 +73,7 @@ def _linears(decoder: Decoder) -> Iterator[Linear]:
 
 
 def _prepare(linear: Linear, weights: Weights, *, shared: bool = False) -> bool:
-    """Returns whether it is in 4 bits now. ``shared``: the plain weight stays in memory anyway."""
+    """Returns whether few rows meet it in 4 bits now. ``shared``: the plain weight stays in memory anyway."""
     weight, bias = linear.weight, linear.bias
     many: LinearKernel = (cpu_linear.plain if shared else cpu_linear.packed)(weight, bias)
     kernel = many
@@ -87,4 +87,4 @@ def _prepare(linear: Linear, weights: Weights, *, shared: bool = False) -> bool:
     elif weights == "int8":
         kernel = cpu_linear.int8(weight, bias, many)
     linear.use(kernel, keep_weight=shared)
-    return quantized is not None
+    return quantized is not None and kernel is not many
