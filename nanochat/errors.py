@@ -34,5 +34,9 @@ class EngineClosed(NanochatError):
     """The engine was closed, or its step thread has died; the message says which."""
 
 
+class RankLost(NanochatError):
+    """One of the processes that a model is divided among has died or hangs; the message says which."""
+
+
 class HistoryError(NanochatError):
     """The chat history can't be opened, read or written; the message says why and what helps."""

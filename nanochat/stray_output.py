@@ -28,7 +28,7 @@ def diverted(log: Path, descriptors: Sequence[int] = (1, 2)) -> Iterator[None]:
     """Inside, these descriptors lead to ``log``, or nowhere if it can't be written. Not for two threads."""
     _flush()
     saved: dict[int, int] = {}
-    target = _open_log(log)
+    target = open_log(log)
     try:
         for descriptor in descriptors:
             with suppress(OSError):  # closed by whoever started us
@@ -49,7 +49,8 @@ def _flush() -> None:
             stream.flush()
 
 
-def _open_log(path: Path) -> int:
+def open_log(path: Path) -> int:
+    """A descriptor that appends to ``path``, or leads nowhere if that can't be written; the caller closes it."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         too_long = path.exists() and path.stat().st_size > MAX_LOG_BYTES

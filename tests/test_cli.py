@@ -142,7 +142,7 @@ class TestAsk:
         (["ask", "hi", "--temperature", "-1"], "temperature must be"),
         (["ask", "hi", "--kv-blocks", "0"], "num_kv_blocks must be"),
         (["ask", "hi", "--config", "/no/such.toml"], "check the path given to --config"),
-        (["ask", "hi", "--tp", "2", "--device", "cpu"], "--tp"),
+        (["ask", "hi", "--tp", "0"], "tensor_parallel_size must be"),
         (["ask", "hi", "--model", "a\x1b]0;b\x07\nc"], "a␛]0;b␇ c"),
     ],
 )

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from nanochat.engine.packing import upload
-from nanochat.engine.sampler import SamplingBatch
 from nanochat.engine.scheduler import ScheduledChunk, StepPlan
 from nanochat.kernels.cache import AttentionBatch
 
@@ -31,11 +30,10 @@ class StepBatch:
     attention: AttentionBatch
     sample_rows: torch.Tensor
     """``[S]`` int64: indices of packed tokens whose logits are needed."""
-    sampling: SamplingBatch
 
 
 class HostBatch(NamedTuple):
-    """What a `StepBatch` holds, still on the host."""
+    """What a `StepBatch` holds, still on the host. ``R`` rows, ``M`` blocks of the longest one's table."""
 
     input_ids: np.ndarray
     """``[T]`` int64; -1 for an id that a step in flight will bring."""
@@ -53,12 +51,11 @@ class HostBatch(NamedTuple):
     """``[S]`` int64."""
 
 
-def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> StepBatch:
-    """Pack a plan whose requests' block tables cover their chunks."""
-    host = pack_batch(plan, block_size)
+def upload_batch(host: HostBatch, num_decodes: int, device: torch.device) -> StepBatch:
+    """The batch on the device; its first ``num_decodes`` rows are decodes."""
     input_ids, positions, slots, tables, context_lens, query_starts, sample_rows = upload(host, device)
     attention = AttentionBatch(
-        num_decodes=len(plan.decodes),
+        num_decodes=num_decodes,
         block_tables=tables,
         context_lens=context_lens,
         query_starts=query_starts,
@@ -71,12 +68,11 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> StepBa
         slots=slots,
         attention=attention,
         sample_rows=sample_rows,
-        sampling=SamplingBatch.from_chunks(plan.sampling, device),
     )
 
 
 def pack_batch(plan: StepPlan, block_size: int) -> HostBatch:
-    """The part of `build_batch` that needs no device."""
+    """Pack a plan whose requests' block tables cover their chunks."""
     chunks = plan.chunks
     lengths = np.array([chunk.length for chunk in chunks], dtype=np.int32)
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)

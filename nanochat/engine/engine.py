@@ -34,6 +34,7 @@ from nanochat.engine.outputs import TokenLogprobs
 from nanochat.engine.pipeline import GPU_STEPS_AHEAD, Outcome, Pipeline
 from nanochat.engine.progress import ProgressCallback, ignore_progress
 from nanochat.engine.prompt_encoding import encodable
+from nanochat.engine.ranks import RankMemory
 from nanochat.engine.recorder import Recorder
 from nanochat.engine.request import FinishReason, Request, RequestStatus
 from nanochat.engine.scheduler import Scheduler
@@ -98,13 +99,19 @@ class Engine:
             max_steps_ahead = 0 if model.device.type == "cpu" else GPU_STEPS_AHEAD
         self._pipeline = Pipeline(self._scheduler, model.runner, self._lock, max_steps_ahead)
         on_cpu = model.device.type == "cpu"
-        self._governor = ThreadGovernor(choose_threads(self.config.threads)) if on_cpu else None
+        self._governor: ThreadGovernor | None = None
+        if on_cpu and model.ranks is None:
+            self._governor = ThreadGovernor(choose_threads(self.config.threads))
+        elif on_cpu:  # time spent waiting for other ranks would look like somebody else's
+            torch.set_num_threads(max(1, choose_threads(self.config.threads) // len(model.memory)))
         self._inbox_condition = threading.Condition()
         self._submitted: list[LiveRequest] = []
         self._cancelled: list[int] = []
         self._closed_because: str | None = None
         self._thread = threading.Thread(target=self._run, name="nanochat-engine", daemon=True)
         self._thread.start()
+        if model.ranks is not None:
+            model.ranks.on_lost = self._wake
         # Python would tear itself down under a thread that computes, which ends in an abort.
         atexit.register(self.close)
 
@@ -131,7 +138,13 @@ class Engine:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return kv_bytes_per_token(self._model.config, self._model.kv_dtype)
+        """Of one device's cache: a divided model's ranks have as much each."""
+        return kv_bytes_per_token(self._model.runner.decoder.local, self._model.kv_dtype)
+
+    @property
+    def rank_memory(self) -> list[RankMemory]:
+        """What each device holds of the model and its cache."""
+        return list(self._model.memory)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestHandle:
         """Queue a prompt and return at once.
@@ -180,6 +193,8 @@ class Engine:
             self._inbox_condition.notify()
         if self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
+        if self._model.ranks is not None:
+            self._model.ranks.close()
         atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
@@ -220,14 +235,20 @@ class Engine:
             self._cancelled.append(request_id)
             self._inbox_condition.notify()
 
+    def _wake(self) -> None:
+        with self._inbox_condition:
+            self._inbox_condition.notify()
+
     # Everything below runs on the step thread.
 
     def _run(self) -> None:
         ending: tuple[FinishReason, str] = ("cancelled", "The engine has been closed.")
         try:
             with torch.inference_mode():
-                while self._take_inbox():
+                while self._take_inbox() and self._why_lost() is None:
                     self._step()
+            if (why_lost := self._why_lost()) is not None:
+                ending = ("error", why_lost)
         except (
             BaseException
         ) as error:  # a panic in native code is no Exception, and callers wait all the same
@@ -259,7 +280,12 @@ class Engine:
         return not closed
 
     def _has_news(self) -> bool:
-        return bool(self._submitted or self._cancelled or self._closed_because is not None)
+        has_news = self._submitted or self._cancelled or self._closed_because is not None
+        return bool(has_news or self._why_lost() is not None)
+
+    def _why_lost(self) -> str | None:
+        """Why nothing can be computed any more, if another rank of a divided model is gone."""
+        return None if self._model.ranks is None else self._model.ranks.lost
 
     def _idle(self) -> None:
         if self._debug:

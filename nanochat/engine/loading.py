@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,11 @@ from nanochat.engine.models.cpu_weights import prepare_weights
 from nanochat.engine.models.decoder import Decoder
 from nanochat.engine.models.families import ModelConfig, load_model_config
 from nanochat.engine.models.resolve import resolve_model
+from nanochat.engine.models.shard import Shard
 from nanochat.engine.models.weights import load_decoder
-from nanochat.engine.progress import Progress, ProgressCallback
+from nanochat.engine.parallel import ALONE, Alone, Group
+from nanochat.engine.progress import Progress, ProgressCallback, ignore_progress
+from nanochat.engine.ranks import RankMemory, Ranks
 from nanochat.engine.runner import Runner
 from nanochat.engine.step_graphs import MAX_PREFILL_TOKENS, StepGraphs, state_bytes
 from nanochat.engine.tokenizer import default_sampling, eos_token_ids, load_tokenizer
@@ -52,6 +57,22 @@ class LoadedModel:
     kv_dtype: torch.dtype
     num_kv_blocks: int
     max_model_len: int
+    ranks: Ranks | None
+    """The other ranks, if the model is divided; to be closed."""
+    memory: list[RankMemory]
+    """What each rank holds, the first one first."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPart:
+    """What one rank has of a model, ready to run."""
+
+    runner: Runner
+    weights: Weights
+    kv_dtype: torch.dtype
+    num_kv_blocks: int
+    max_model_len: int
+    memory: RankMemory
 
 
 def load_model(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
@@ -72,33 +93,30 @@ def load_model(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
 
 
 def _load(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
-    if config.tensor_parallel_size != 1:
-        raise InvalidOption("Only one device can be used; leave out --tp.")
     device = choose_device(config)
-    dtype = choose_dtype(config, device)
-    kv_dtype = torch.int8 if config.kv_dtype == "int8" else dtype
+    choose_dtype(config, device)  # a wrong option should not cost a download
     resolved = resolve_model(config.model, progress)
     model = load_model_config(resolved.path)
     tokenizer = load_tokenizer(resolved.path)
-    decoder = load_decoder(resolved.path, model, device, dtype, progress)
-    weights: Weights = config.weights
-    if device.type == "cpu":
-        # Whoever asks for float32 wants exact products, not a compact form with rounded factors.
-        exact = weights == "auto" and config.dtype == "float32"
-        weights = prepare_weights(decoder, "fp32" if exact else weights, progress)
-    progress(Progress("Preparing the KV cache"))
-    with torch.inference_mode():
-        free_bytes = _free_bytes(config, model, decoder, kv_dtype)
-        num_blocks = choose_num_blocks(config, model, kv_dtype, free_bytes, device)
-        max_model_len = choose_max_model_len(config, model, num_blocks)
-        caches = allocate_caches(model, num_blocks, config.block_size, kv_dtype, device)
-        if device.type == "cuda":
-            decoder.reserve_positions(max_model_len)  # later it would have to wait for the device
-        graphs = _graphs(config, model, decoder, caches, max_model_len)
-        runner = Runner(decoder, caches, graphs, max_num_seqs=config.max_num_seqs)
-        runner.warm_up()
-        if graphs is not None:
-            graphs.record_common(lambda done, total: progress(Progress(RECORDING_STAGE, done, total)))
+    ranks = _start_ranks(config, resolved.path, model, device)
+    try:
+        if ranks is None:
+            part = load_part(config, resolved.path, model, device, ALONE, progress=progress)
+            memory = [part.memory]
+        else:
+            connect = functools.partial(ranks.connect, progress)
+            part = load_part(
+                config, resolved.path, model, device, ranks.group, progress=progress, connect=connect
+            )
+            memory = [part.memory, *ranks.wait_until_ready(progress)]
+            part.runner.lead(ranks)
+    except BaseException as error:
+        if ranks is not None:
+            if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+                ranks.give_up(error)  # a collective fails where another rank has failed before
+            ranks.close()
+            ranks.check()
+        raise
     return LoadedModel(
         name=resolved.name,
         folder=resolved.path,
@@ -106,14 +124,83 @@ def _load(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(resolved.path, tokenizer),
         default_sampling=default_sampling(resolved.path),
-        runner=runner,
+        runner=part.runner,
         device=device,
-        dtype=dtype,
-        weights=weights,
-        kv_dtype=kv_dtype,
-        num_kv_blocks=num_blocks,
-        max_model_len=max_model_len,
+        dtype=part.runner.decoder.dtype,
+        weights=part.weights,
+        kv_dtype=part.kv_dtype,
+        num_kv_blocks=part.num_kv_blocks,
+        max_model_len=part.max_model_len,
+        ranks=ranks,
+        memory=memory,
     )
+
+
+def _start_ranks(
+    config: EngineConfig, folder: Path, model: ModelConfig, device: torch.device
+) -> Ranks | None:
+    """The other ranks, if the model is to be divided.
+
+    Raises:
+        InvalidOption: it can't be.
+    """
+    size = config.tensor_parallel_size
+    if size == 1:
+        return None
+    Shard(0, size).config(model)
+    if device.type == "cuda" and torch.cuda.device_count() < size:
+        raise InvalidOption(
+            f"--tp {size} needs {size} GPUs, and {torch.cuda.device_count()} can be used here; ask for that or less."
+        )
+    return Ranks(config, folder, device)
+
+
+def load_part(
+    config: EngineConfig,
+    folder: Path,
+    model: ModelConfig,
+    device: torch.device,
+    ranks: Group | Alone,
+    *,
+    progress: ProgressCallback = ignore_progress,
+    connect: Callable[[], object] = lambda: None,
+) -> LoadedPart:
+    """Load what one of ``ranks`` holds of a model, all of it if it is alone, and make it ready to run.
+
+    ``connect`` is called once the weights are in place and before anything is computed.
+
+    Raises:
+        NanochatError: a subclass whose message says what to do.
+    """
+    dtype = choose_dtype(config, device)
+    kv_dtype = torch.int8 if config.kv_dtype == "int8" else dtype
+    decoder = load_decoder(folder, model, device, dtype, progress, ranks)
+    weight_bytes = decoder.weight_bytes
+    weights: Weights = config.weights
+    if device.type == "cpu":
+        weights = prepare_weights(decoder, config.weights, progress)
+    connect()
+    progress(Progress("Preparing the KV cache"))
+    with torch.inference_mode():
+        local = decoder.local
+        # Every rank has the same blocks, so the one with the least memory says how many.
+        free_bytes = ranks.least(_free_bytes(config, decoder, kv_dtype))
+        num_blocks = choose_num_blocks(config, local, kv_dtype, free_bytes, device)
+        max_model_len = choose_max_model_len(config, local, num_blocks)
+        caches = allocate_caches(local, num_blocks, config.block_size, kv_dtype, device, ranks.shard.size)
+        if device.type == "cuda":
+            decoder.reserve_positions(max_model_len)  # later it would have to wait for the device
+        graphs = _graphs(config, model, decoder, caches, max_model_len)
+        runner = Runner(decoder, caches, graphs, max_num_seqs=config.max_num_seqs)
+        runner.warm_up()
+        if graphs is not None:
+            graphs.record_common(lambda done, total: progress(Progress(RECORDING_STAGE, done, total)))
+    memory = RankMemory(
+        weights=weight_bytes,
+        cache=sum(cache.num_bytes for cache in caches),
+        allocated=torch.cuda.memory_allocated(device) if device.type == "cuda" else 0,
+    )
+    return LoadedPart(runner, weights, kv_dtype, num_blocks, max_model_len, memory)
 
 
 def _has_graphs(config: EngineConfig, model: ModelConfig, device: torch.device) -> bool:
@@ -136,10 +223,11 @@ def _graphs(
     )
 
 
-def _free_bytes(config: EngineConfig, model: ModelConfig, decoder: Decoder, kv_dtype: torch.dtype) -> int:
-    """Memory for the cache, once the weights are in place and the largest step has had its share."""
+def _free_bytes(config: EngineConfig, decoder: Decoder, kv_dtype: torch.dtype) -> int:
+    """Memory for this rank's cache, once the weights are in place and the largest step has had its share."""
+    model = decoder.local
     if decoder.device.type == "cpu":
-        return free_cpu_bytes()
+        return free_cpu_bytes() // decoder.shard.size
     num_tokens = min(config.max_num_batched_tokens, model.max_position_embeddings)
     peak = _step_peak_bytes(config, model, decoder, kv_dtype, num_tokens)
     if _has_graphs(config, model, decoder.device):

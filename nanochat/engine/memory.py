@@ -29,16 +29,22 @@ def kv_bytes_per_token(model: ModelConfig, kv_dtype: torch.dtype) -> int:
 
 
 def allocate_caches(
-    model: ModelConfig, num_blocks: int, block_size: int, kv_dtype: torch.dtype, device: torch.device
+    model: ModelConfig,
+    num_blocks: int,
+    block_size: int,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    num_ranks: int = 1,
 ) -> list[LayerCache]:
-    """One empty cache a layer.
+    """One empty cache a layer, of a model or of a rank's part of it; ``num_ranks`` share a CPU's memory.
 
     Raises:
         NotEnoughMemory: it doesn't fit the device.
     """
     shape = (num_blocks, block_size, model.num_kv_heads, model.head_dim)
     block_bytes = block_size * kv_bytes_per_token(model, kv_dtype)
-    free_bytes = free_cpu_bytes() if device.type == "cpu" else _unallocated_gpu_bytes(device)
+    on_cpu = device.type == "cpu"
+    free_bytes = free_cpu_bytes() // num_ranks if on_cpu else _unallocated_gpu_bytes(device)
     too_large = NotEnoughMemory(
         f"A KV cache of {num_blocks:,} blocks takes {_size(num_blocks * block_bytes)}, and "
         f"{_size(free_bytes)} are free: {free_bytes // block_bytes:,} blocks would fit. Ask for fewer with "

@@ -21,6 +21,7 @@ from nanochat.engine.outputs import TokenLogprobs
 from nanochat.engine.request import Request, RequestStatus
 from nanochat.engine.runner import LaunchedStep, Runner
 from nanochat.engine.scheduler import Scheduler, StepPlan
+from nanochat.errors import RankLost
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +163,8 @@ class Pipeline:
 
 def _why_failed(plan: StepPlan, error: Exception) -> str:
     """A sentence for the callers; what isn't plainly a lack of memory also goes to the log, with its trace."""
+    if isinstance(error, RankLost):
+        return str(error)
     if is_out_of_memory(error):
         logger.info("step %d of %d tokens ran out of memory: %s", plan.step, plan.num_tokens, error)
         return (

@@ -133,6 +133,8 @@ class QualityMeter:
         """
         self.options = options or QualityOptions()
         self._progress = progress
+        if config.tensor_parallel_size != 1:
+            raise InvalidOption("Perplexity is measured on one device; leave out --tp.")
         longest = _longest_window(config, self.options)
         blocks_per_row = -(-longest // config.block_size)
         decodes = self.options.decode_tokens != 0

@@ -6,23 +6,31 @@ the host meanwhile, so that steps can follow each other without a word from the 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from nanochat.engine.batch import StepBatch, build_batch, has_pending_ids
+from nanochat.engine.batch import StepBatch, has_pending_ids, pack_batch, upload_batch
 from nanochat.engine.config import SamplingParams
 from nanochat.engine.models.decoder import Decoder
 from nanochat.engine.outputs import TokenLogprobs
-from nanochat.engine.packing import HostCopies, upload
+from nanochat.engine.packing import HostCopies, host_buffer, upload
 from nanochat.engine.request import Request
-from nanochat.engine.sampler import SampledLogprobs, SampleOutput, sample
+from nanochat.engine.sampler import SampledLogprobs, SampleOutput, SamplingBatch, sample_together
 from nanochat.engine.scheduler import ScheduledChunk, StepPlan
 from nanochat.engine.seats import Seats
 from nanochat.engine.step_graphs import StepGraphs
+from nanochat.engine.step_message import PackedStep, RecordedStep
+from nanochat.errors import RankLost
 from nanochat.kernels.cache import LayerCache
 
+_POLL_S = 5e-5
+"""How often a step that other ranks take part in is looked at while it is waited for."""
 MAX_NUM_SEQS = 64
 """Requests that a runner knows at once, unless it is told."""
 
@@ -38,13 +46,21 @@ class StepResult:
 class LaunchedStep:
     """A step on its way."""
 
-    def __init__(self, plan: StepPlan, output: SampleOutput | None, rows: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        output: SampleOutput | None,
+        rows: np.ndarray | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         """``output``, on the device, or None where nothing is sampled.
 
-        ``rows``: which of its rows are the plan's sampling chunks', if not all in order.
+        ``rows``: which of its rows are the plan's sampling chunks', if not all in order. ``check`` raises if
+        the step will never end, or has ended without a result.
         """
         self._plan = plan
         self._rows = rows
+        self._check = check
         self._has_logprobs = output is not None and output.logprobs is not None
         tensors = [] if output is None else [output.token_ids]
         if output is not None and output.logprobs is not None:
@@ -57,7 +73,16 @@ class LaunchedStep:
         return self._copies.are_ready
 
     def collect(self) -> StepResult:
-        """Wait for the step, and bring what it sampled."""
+        """Wait for the step, and bring what it sampled.
+
+        Raises:
+            RankLost: another rank is gone.
+        """
+        if self._check is not None:
+            while not self._copies.are_ready:
+                self._check()
+                time.sleep(_POLL_S)
+            self._check()
         tensors = self._copies.wait()
         if not tensors:
             return StepResult([], [])
@@ -68,8 +93,25 @@ class LaunchedStep:
         return StepResult(token_ids, _logprob_rows(self._plan, token_ids, SampledLogprobs(*tensors[1:])))
 
 
+class Followers(Protocol):
+    """The other ranks of a divided model, which do what this one does."""
+
+    def tell(self, step: PackedStep | RecordedStep) -> None:
+        """Let them run a step, which this rank is about to run itself."""
+
+    def check(self) -> None:
+        """Raise `RankLost` if any of them is gone."""
+
+    def give_up(self, error: Exception) -> RankLost:
+        """A step that was told failed here: they are ended, and what to raise is returned."""
+
+
 class Runner:
-    """Runs plans on one device, one after the other."""
+    """Runs plans on one device, one after the other.
+
+    Of a divided model each rank has a runner. The first one's is given plans, and once it `lead` s, it tells
+    the others', which `follow`.
+    """
 
     def __init__(
         self,
@@ -87,6 +129,7 @@ class Runner:
         self._graphs = graphs
         self._caches = caches
         self._block_size = caches[0].block_size
+        self._followers: Followers | None = None
         # By seat: the token that was sampled last. The next step finds it here before the host has heard of it.
         if graphs is not None:
             self._seats, self._last_ids = graphs.seats, graphs.last_ids
@@ -103,29 +146,39 @@ class Runner:
 
         Ids that earlier steps sample and the host doesn't know yet are taken from where those left them.
         """
+        check = None if self._followers is None else self._followers.check
         if self._graphs is not None and (shape := self._graphs.shapes.fit(plan)) is not None:
-            token_ids, rows = self._graphs.run(plan, shape)
-            return LaunchedStep(plan, SampleOutput(token_ids, None), rows)
-        batch = build_batch(plan, self._block_size, self.decoder.device)
-        seats = self._seat_rows(plan)
-        num_decodes = len(plan.decodes)
-        if has_pending_ids(plan):
-            decode_ids, last_ids = batch.input_ids[:num_decodes], self._last_ids[seats[:num_decodes]]
-            batch.input_ids[:num_decodes] = torch.where(decode_ids < 0, last_ids, decode_ids)
-        hidden = self._forward(batch)
-        if not plan.sampling:
-            return LaunchedStep(plan, None)
-        output = sample(self.decoder.compute_logits(hidden[batch.sample_rows]), batch.sampling)
-        self._last_ids.scatter_(0, seats, output.token_ids)
-        return LaunchedStep(plan, output)
+            host, rows = self._graphs.pack(plan, shape)
+            with self._told(RecordedStep(shape, host.numpy())):
+                token_ids = self._graphs.run(shape, host)
+            return LaunchedStep(plan, SampleOutput(token_ids, None), rows, check)
+        step = self._pack(plan)
+        with self._told(step):
+            sampling = SamplingBatch.from_chunks(plan.sampling, self.decoder.device)
+            output = self._run(step, sampling)
+        return LaunchedStep(plan, output, check=check)
+
+    def lead(self, followers: Followers) -> None:
+        """From now on, tell the other ranks of each step before it is run."""
+        self._followers = followers
+
+    def follow(self, step: PackedStep | RecordedStep) -> None:
+        """Run a step that the first rank has told of. Call under ``torch.inference_mode()``."""
+        if isinstance(step, PackedStep):
+            self._run(step, None)
+        elif self._graphs is not None:
+            host = host_buffer(len(step.inputs), self.decoder.device)
+            host.numpy()[:] = step.inputs
+            self._graphs.run(step.shape, host)
 
     def hidden_states(self, plan: StepPlan) -> torch.Tensor:
         """Compute the plan's tokens without sampling: their final hidden states ``[T, hidden]``, decodes first.
 
-        For whoever knows the tokens already and asks what the model thinks of them. Call under
-        ``torch.inference_mode()``.
+        For whoever knows the tokens already and asks what the model thinks of them; not of a divided model,
+        whose other ranks aren't told. Call under ``torch.inference_mode()``.
         """
-        return self._forward(build_batch(plan, self._block_size, self.decoder.device))
+        host = pack_batch(plan, self._block_size)
+        return self._forward(upload_batch(host, len(plan.decodes), self.decoder.device))
 
     def warm_up(self, num_tokens: int = 1, num_rows: int = 1) -> None:
         """Run a step of so many tokens, split evenly over rows that all sample, through block 0 onwards.
@@ -143,10 +196,38 @@ class Runner:
             chunks.append(ScheduledChunk(request=request, start=0, length=length, samples=True))
         self.run(StepPlan(step=0, decodes=(), prefills=tuple(chunks), preempted=()))
 
-    def _seat_rows(self, plan: StepPlan) -> torch.Tensor:
-        """``[S]`` int64 on the device: the seat of each sampling row."""
+    @contextmanager
+    def _told(self, step: PackedStep | RecordedStep) -> Iterator[None]:
+        """Inside, the other ranks run the step too; if it fails, they wait in vain for this one."""
+        if self._followers is None:
+            yield
+            return
+        self._followers.tell(step)
+        try:
+            yield
+        except Exception as error:
+            raise self._followers.give_up(error) from error
+
+    def _pack(self, plan: StepPlan) -> PackedStep:
         seats = np.array([seat.index for seat in self._seats.take(plan.sampling)], dtype=np.int64)
-        return upload([seats], self.decoder.device)[0]
+        batch = pack_batch(plan, self._block_size)
+        return PackedStep(batch, seats, len(plan.decodes), has_pending_ids(plan))
+
+    def _run(self, step: PackedStep, sampling: SamplingBatch | None) -> SampleOutput | None:
+        """Compute a step, and sample where it does; only the first rank needs to know how."""
+        batch = upload_batch(step.batch, step.num_decodes, self.decoder.device)
+        (seats,) = upload([step.seats], self.decoder.device)
+        if step.has_pending_ids:
+            decodes = slice(step.num_decodes)
+            decode_ids, last_ids = batch.input_ids[decodes], self._last_ids[seats[decodes]]
+            batch.input_ids[decodes] = torch.where(decode_ids < 0, last_ids, decode_ids)
+        hidden = self._forward(batch)
+        if not len(step.seats):
+            return None
+        logits = self.decoder.compute_logits(hidden[batch.sample_rows])
+        output = sample_together(logits, sampling, self.decoder.ranks)
+        self._last_ids.scatter_(0, seats, output.token_ids)
+        return output
 
     def _forward(self, batch: StepBatch) -> torch.Tensor:
         return self.decoder.forward(

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from nanochat.engine.packing import upload
+from nanochat.engine.parallel import Collectives
 from nanochat.engine.request import Request
 from nanochat.engine.step_plan import ScheduledChunk
 
@@ -172,6 +173,17 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
     if batch.num_logprobs is None:
         return SampleOutput(token_ids, None)
     return SampleOutput(token_ids, _logprobs(logits, token_ids, batch.num_logprobs))
+
+
+def sample_together(logits: torch.Tensor, batch: SamplingBatch | None, ranks: Collectives) -> SampleOutput:
+    """`sample` on the first rank, which alone has the logits and needs the batch; the ids on all of them."""
+    if ranks.shard.rank == 0 and batch is not None:
+        output = sample(logits, batch)
+    else:
+        token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        output = SampleOutput(token_ids, None)
+    ranks.broadcast(output.token_ids)
+    return output
 
 
 def _choose(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

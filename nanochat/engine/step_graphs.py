@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from nanochat import kernels
 from nanochat.engine.models.decoder import Decoder
-from nanochat.engine.sampler import sample
+from nanochat.engine.sampler import sample_together
 from nanochat.engine.seats import Seats
 from nanochat.engine.step_inputs import StepInputs, StepShape, input_bytes
 from nanochat.engine.step_plan import StepPlan
@@ -172,19 +172,26 @@ class StepGraphs:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)
 
-    def run(self, plan: StepPlan, shape: StepShape) -> tuple[torch.Tensor, np.ndarray]:
-        """Compute and sample a plan in a shape that it fits, as one launch once that shape is recorded.
+    def pack(self, plan: StepPlan, shape: StepShape) -> tuple[torch.Tensor, np.ndarray]:
+        """What :meth:`run` needs of a plan that fits a shape, on the host.
 
-        Returns ``[R]`` int64 token ids on the device, which the next run may overwrite, and on the host which
-        of them are the plan's sampling chunks'. Call under ``torch.inference_mode()``.
+        And which of the shape's rows are the plan's sampling chunks'.
+        """
+        return self.inputs(shape).pack(plan, self.seats)
+
+    def run(self, shape: StepShape, host: torch.Tensor) -> torch.Tensor:
+        """Compute and sample what was packed for this shape, as one launch once the shape is recorded.
+
+        Returns ``[R]`` int64 token ids on the device, which the next run may overwrite. Call under
+        ``torch.inference_mode()``. All ranks of a divided model run the same.
         """
         recording = self._recordings.pop(shape, None)
         if recording is None:
-            return self._record(shape, plan)
+            return self._record(shape, host)
         self._recordings[shape] = recording  # the last one in order of use
-        rows = recording.inputs.fill(plan, self.seats)
+        recording.inputs.send(host)
         recording.graph.replay()
-        return recording.token_ids, rows
+        return recording.token_ids
 
     def record_common(self, report: Callable[[int, int], None]) -> None:
         """Record the shapes that most chats need; ``report`` is told how many are done, of how many."""
@@ -192,7 +199,7 @@ class StepGraphs:
         for done, shape in enumerate(shapes):
             report(done, len(shapes))
             if shape not in self._recordings:
-                self._record(shape, StepPlan(0, (), (), ()))
+                self._record(shape, self.pack(StepPlan(0, (), (), ()), shape)[0])
         report(len(shapes), len(shapes))
 
     def step(self, inputs: StepInputs) -> torch.Tensor:
@@ -214,7 +221,8 @@ class StepGraphs:
         if shape.prefill_rows:
             hidden = hidden.index_select(0, tokens.last_tokens)
         logits = self._decoder.compute_logits(hidden)
-        token_ids = sample(logits, inputs.sampling(tokens.next_positions)).token_ids
+        batch = inputs.sampling(tokens.next_positions)
+        token_ids = sample_together(logits, batch, self._decoder.ranks).token_ids
         self.last_ids.scatter_(0, inputs.sampling_seats, token_ids)
         return token_ids
 
@@ -222,15 +230,15 @@ class StepGraphs:
         """Inputs of a step of this shape, in the buffer that all share."""
         return StepInputs(shape, self._buffer)
 
-    def _record(self, shape: StepShape, plan: StepPlan) -> tuple[torch.Tensor, np.ndarray]:
-        """Run a plan launch by launch, which compiles and allocates what stays, and record the same meanwhile."""
+    def _record(self, shape: StepShape, host: torch.Tensor) -> torch.Tensor:
+        """Run a step launch by launch, which compiles and allocates what stays, and record the same meanwhile."""
         device = self._decoder.device
         current = torch.cuda.current_stream(device)
         if len(self._recordings) >= MAX_RECORDINGS:
             current.synchronize()  # it may be running
             del self._recordings[next(iter(self._recordings))]
         inputs = self.inputs(shape)
-        rows = inputs.fill(plan, self.seats)
+        inputs.send(host)
         sampled = self.step(inputs)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
@@ -250,4 +258,4 @@ class StepGraphs:
             graph.capture_end()
         current.wait_stream(self._stream)
         self._recordings[shape] = _Recording(inputs, graph, token_ids)
-        return sampled, rows
+        return sampled

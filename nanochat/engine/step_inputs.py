@@ -100,13 +100,17 @@ class StepInputs:
             num_logprobs=None,
         )
 
-    def fill(self, plan: StepPlan, seats: Seats) -> np.ndarray:
-        """Copy a plan that fits to the device, asynchronously; its requests take their seats.
-
-        Returns ``[n]``: which of the shape's rows sample what the plan's ``n`` sampling chunks ask for.
-        """
+    def send(self, host: torch.Tensor) -> None:
+        """Copy what :meth:`pack` made to the device, asynchronously."""
         if self._buffer.device.type == "cpu":
             self.scratch.clear()  # what is derived from a batch there depends on its lengths
+        self._buffer[: len(host)].copy_(host, non_blocking=True)
+
+    def pack(self, plan: StepPlan, seats: Seats) -> tuple[torch.Tensor, np.ndarray]:
+        """A plan that fits as bytes on the host, ready to be sent; its requests take their seats.
+
+        Also returns ``[n]``: which of the shape's rows sample what the plan's ``n`` sampling chunks ask for.
+        """
         shape, chunks, taken = self.shape, plan.chunks, seats.take(plan.chunks)
         num_decodes, count = len(plan.decodes), len(chunks)
         new_blocks: list[int] = []
@@ -153,8 +157,7 @@ class StepInputs:
             prefill_ids += request.token_ids[start : start + length]
         ids[shape.decode_rows : shape.decode_rows + len(prefill_ids)] = prefill_ids
         flat[fixed:].view(np.int32)[:] = new_blocks
-        self._buffer[: len(flat)].copy_(host, non_blocking=True)
-        return rows[samples]
+        return host, rows[samples]
 
 
 def _decode_id(token_ids: list[int], position: int) -> int:

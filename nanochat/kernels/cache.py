@@ -31,6 +31,10 @@ class LayerCache:
     def num_blocks(self) -> int:
         return self.k.shape[0]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None)
+
 
 @dataclass(slots=True)
 class AttentionBatch:

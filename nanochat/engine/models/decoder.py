@@ -12,6 +12,7 @@ from nanochat import kernels
 from nanochat.engine.models.families import ModelConfig
 from nanochat.engine.models.layers import Allocator, DecoderLayer, Linear, Norm
 from nanochat.engine.models.rope import cos_sin_table
+from nanochat.engine.parallel import ALONE, Collectives
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 
 _FIRST_POSITIONS = 2048
@@ -20,21 +21,37 @@ _FIRST_POSITIONS = 2048
 class Decoder:
     """A decoder-only transformer on one device, its weights uninitialised until they are loaded.
 
-    Callers hold no gradients: run it under ``torch.inference_mode()``.
+    Callers hold no gradients: run it under ``torch.inference_mode()``. A decoder that is divided among ranks
+    has one instance on each of them, and all of them run the same batch at the same time.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        ranks: Collectives = ALONE,
+    ) -> None:
+        """``config`` is the whole model's.
+
+        Raises:
+            InvalidOption: it can't be divided among so many ranks.
+        """
         allocate = Allocator(device, dtype)
         self.config = config
+        self.shard = ranks.shard
+        self.local = local = ranks.shard.config(config)
+        """Sizes of what is on this rank."""
         self.device = device
         self.dtype = dtype
-        self.embedding = allocate.tensor(config.vocab_size, config.hidden_size)
-        self.layers = [DecoderLayer(config, layer, allocate) for layer in config.layers]
+        self.ranks = ranks
+        self.embedding = allocate.tensor(local.vocab_size, config.hidden_size)
+        self.layers = [DecoderLayer(local, layer, allocate, ranks) for layer in config.layers]
         self.norm = Norm(allocate.tensor(config.hidden_size), config.rms_norm_eps, config.norm_plus_one)
         self.lm_head = (
             Linear(self.embedding)
             if config.tie_word_embeddings
-            else allocate.linear(config.hidden_size, config.vocab_size)
+            else allocate.linear(config.hidden_size, local.vocab_size)
         )
         self.weight_bytes = allocate.allocated_bytes
         """Bytes of all weights; tied ones count once."""
@@ -72,7 +89,7 @@ class Decoder:
         """
         if attention.max_context_len > self._num_positions:
             self.reserve_positions(self._grown(attention.max_context_len))
-        x = F.embedding(input_ids, self.embedding)
+        x = self._embed(input_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         # The residual stream is float32, whatever the weights are: adding up 60 outputs in BF16 costs
@@ -96,11 +113,30 @@ class Decoder:
         return normed.values
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[S, hidden]`` to ``[S, vocab]`` float32."""
-        logits = self.lm_head(hidden, torch.float32)
+        """``[S, hidden]`` to ``[S, vocab]`` float32; on ranks other than the first, ``[S, 0]``."""
+        parts = self.ranks.gather(self.lm_head(hidden, torch.float32))
+        if not parts:
+            return hidden.new_empty((hidden.shape[0], 0), dtype=torch.float32)
+        logits = parts[0] if len(parts) == 1 else self._join(parts)
         if self.config.final_softcap:
             logits = torch.tanh(logits / self.config.final_softcap) * self.config.final_softcap
         return logits
+
+    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """``[T]`` to ``[T, hidden]``; each rank has some rows of the table, and zeros for the other tokens."""
+        if self.shard.size == 1:
+            return F.embedding(input_ids, self.embedding)
+        begin, end = self.shard.own(self.config.vocab_size)
+        is_ours = (input_ids >= begin) & (input_ids < end)
+        x = F.embedding(torch.where(is_ours, input_ids - begin, 0), self.embedding)
+        return self.ranks.all_reduce(x.masked_fill_(~is_ours.unsqueeze(-1), 0.0))
+
+    def _join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Every rank's logits, without what fills up the last ones' parts."""
+        ranges = [self.shard.own(self.config.vocab_size, rank) for rank in range(len(parts))]
+        return torch.cat(
+            [part[:, : end - begin] for part, (begin, end) in zip(parts, ranges, strict=True)], dim=1
+        )
 
     def _grown(self, needed: int) -> int:
         """At least ``needed``, doubling from a small start so that few growths reach any length."""

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from nanochat import kernels
 from nanochat.engine.models.families import Activation, LayerConfig, ModelConfig, MoEConfig
+from nanochat.engine.parallel import ALONE, Collectives
 from nanochat.kernels import Normed
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.cpu_linear import LinearKernel
@@ -39,14 +40,21 @@ class Norm:
 
 
 class Linear:
-    """``y = x @ weight.T + bias``, and what may be computed with it, by the kernel given to `use` if there is one."""
+    """``y = x @ weight.T + bias``, and what may be computed with it, by the kernel given to `use` if there is one.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    One whose inputs are divided among ``ranks`` adds up what all of them get.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, ranks: Collectives = ALONE
+    ) -> None:
         self.weight = weight
         """``[out, in]``"""
         self.bias = bias
         """``[out]``"""
         self._kernel: LinearKernel | None = None
+        self._ranks = ranks
+        self._is_partial = ranks.shard.size > 1
 
     def use(self, kernel: LinearKernel, *, keep_weight: bool) -> None:
         """Compute with ``kernel`` from now on, which holds the weight in a form of its own."""
@@ -57,9 +65,11 @@ class Linear:
     def __call__(self, x: torch.Tensor | Normed, dtype: torch.dtype | None = None) -> torch.Tensor:
         """``[T, in]`` to ``[T, out]``, of ``x``'s type or ``dtype``."""
         if self._kernel is None:
-            return kernels.linear(x, self.weight, self.bias, dtype=dtype)
-        y = self._kernel(x.finished() if isinstance(x, Normed) else x)
-        return y if dtype is None else y.to(dtype)
+            y = kernels.linear(x, self.weight, self.bias, dtype=dtype)
+        else:
+            y = self._kernel(x.finished() if isinstance(x, Normed) else x)
+            y = y if dtype is None else y.to(dtype)
+        return self._ranks.all_reduce(y) if self._is_partial else y
 
     def silu(self, x: Normed) -> torch.Tensor:
         """``[T, in]`` to ``[T, out / 2]``: SiLU of the first half of the outputs, times the second."""
@@ -69,11 +79,11 @@ class Linear:
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> tuple[Normed, torch.Tensor]:
         """Added to the residual stream and normed: the normed sum and the sum, ``[T, out]`` each."""
-        if self._kernel is None:
+        if self._kernel is None and not self._is_partial:
             return kernels.linear_add_norm(
                 x, self.weight, self.bias, residual, norm.weight, norm.eps, plus_one=norm.plus_one
             )
-        normed, residual = norm(self._kernel(x), residual)
+        normed, residual = norm(self(x), residual)
         return Normed(normed), residual
 
 
@@ -90,21 +100,25 @@ class Allocator:
         self.allocated_bytes += tensor.nbytes
         return tensor
 
-    def linear(self, in_size: int, out_size: int, *, bias: bool = False) -> Linear:
-        return Linear(self.tensor(out_size, in_size), self.tensor(out_size) if bias else None)
+    def linear(
+        self, in_size: int, out_size: int, *, bias: bool = False, ranks: Collectives = ALONE
+    ) -> Linear:
+        return Linear(self.tensor(out_size, in_size), self.tensor(out_size) if bias else None, ranks)
 
 
 class Attention:
     """Grouped-query attention over the paged cache."""
 
-    def __init__(self, config: ModelConfig, layer: LayerConfig, allocate: Allocator) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: LayerConfig, allocate: Allocator, ranks: Collectives
+    ) -> None:
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.sizes = (q_size, kv_size, kv_size)
         self.qkv = allocate.linear(config.hidden_size, sum(self.sizes), bias=config.qkv_bias)
         """Rows: q of every head, then k, then v."""
-        self.out = allocate.linear(q_size, config.hidden_size, bias=config.o_bias)
+        self.out = allocate.linear(q_size, config.hidden_size, bias=config.o_bias, ranks=ranks)
         self.q_norm = allocate.tensor(self.head_dim) if config.qk_norm else None
         self.k_norm = allocate.tensor(self.head_dim) if config.qk_norm else None
         self.window = layer.window
@@ -151,11 +165,11 @@ class Attention:
 class MLP:
     """Gated MLP: ``down(act(gate(x)) * up(x))``."""
 
-    def __init__(self, config: ModelConfig, allocate: Allocator) -> None:
+    def __init__(self, config: ModelConfig, allocate: Allocator, ranks: Collectives) -> None:
         inner = config.intermediate_size
         self.gate_up = allocate.linear(config.hidden_size, 2 * inner, bias=config.mlp_bias)
         """Rows: gate, then up."""
-        self.down = allocate.linear(inner, config.hidden_size, bias=config.mlp_bias)
+        self.down = allocate.linear(inner, config.hidden_size, bias=config.mlp_bias, ranks=ranks)
         self.activate = activation(config.activation)
         self.is_silu = config.activation == "silu"
 
@@ -167,12 +181,14 @@ class MLP:
 class MoE:
     """A softmax router and gated MLPs; each token goes to its few best experts.
 
+    Divided among ranks, each has a part of every expert, so that all have the same to do.
     The loop over experts reads on the host which of them are in use, so a step with this layer can't be
     part of a CUDA graph.
     """
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, allocate: Allocator) -> None:
+    def __init__(self, config: ModelConfig, moe: MoEConfig, allocate: Allocator, ranks: Collectives) -> None:
         inner, hidden = moe.intermediate_size, config.hidden_size
+        self._ranks = ranks
         self.experts_per_token = moe.experts_per_token
         self.normalize = moe.normalize
         self.router = allocate.linear(hidden, moe.num_experts)
@@ -193,22 +209,30 @@ class MoE:
             inner = self.activate(F.linear(x[tokens], self.gate_up[expert]))
             mixed = F.linear(inner, self.down[expert]) * weights[tokens, ranks].unsqueeze(-1)
             out.index_add_(0, tokens, mixed)
-        return out
+        return self._ranks.all_reduce(out)
 
 
 class DecoderLayer:
     """Attention and MLP, each on a normalised input and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: LayerConfig, allocate: Allocator) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: LayerConfig,
+        allocate: Allocator,
+        ranks: Collectives = ALONE,
+    ) -> None:
+        """``config``: the sizes of this rank's part."""
+
         def norm() -> Norm:
             return Norm(allocate.tensor(config.hidden_size), config.rms_norm_eps, config.norm_plus_one)
 
-        self.attention = Attention(config, layer, allocate)
+        self.attention = Attention(config, layer, allocate, ranks)
         self.mlp: MLP | MoE
         if layer.sparse and config.moe is not None:
-            self.mlp = MoE(config, config.moe, allocate)
+            self.mlp = MoE(config, config.moe, allocate, ranks)
         else:
-            self.mlp = MLP(config, allocate)
+            self.mlp = MLP(config, allocate, ranks)
         self.attention_norm = norm()
         self.mlp_norm = norm()
         self.attention_out_norm = norm() if config.output_norms else None

@@ -18,7 +18,8 @@ from nanochat.engine.device import free_cpu_bytes, is_out_of_memory
 from nanochat.engine.models.config_reader import read_json_object
 from nanochat.engine.models.decoder import Decoder
 from nanochat.engine.models.families import ModelConfig
-from nanochat.engine.models.layers import DecoderLayer, Linear, MoE
+from nanochat.engine.models.weight_map import Piece, destinations
+from nanochat.engine.parallel import ALONE, Collectives
 from nanochat.engine.progress import Progress, ProgressCallback, ignore_progress
 from nanochat.errors import ModelNotFound, NotEnoughMemory, UnsupportedModel
 
@@ -56,10 +57,13 @@ def load_decoder(
     device: torch.device,
     dtype: torch.dtype,
     progress: ProgressCallback = ignore_progress,
+    ranks: Collectives = ALONE,
 ) -> Decoder:
     """Build the decoder and fill it from ``folder``; weights of another float type are converted.
 
-    Host memory: the weights themselves if ``device`` is the CPU, and at most a shard or 64 MiB and one
+    A decoder that is divided among ``ranks`` gets its own part, and nothing else is read.
+
+    Host memory: the weights themselves if ``device`` is the CPU, and at most a file or 64 MiB and one
     tensor, whichever is less.
 
     Raises:
@@ -70,9 +74,9 @@ def load_decoder(
     stored = read_headers(weight_files(folder))
     config = _untied_if_they_differ(config, stored)
     check_tensors(folder, config, stored)
-    decoder = _allocate(folder, config, device, dtype)
-    destinations = dict(_destinations(decoder, stored))
-    total = sum(stored[name].num_bytes for name in destinations)
+    decoder = _allocate(folder, config, device, dtype, ranks)
+    pieces = dict(destinations(decoder, stored))
+    total = sum(stored[name].num_bytes for name in pieces)
     done = 0
 
     def report(num_bytes: int) -> None:
@@ -82,15 +86,24 @@ def load_decoder(
 
     report(0)
     by_file: dict[Path, list[str]] = {}
-    for name in destinations:
+    for name in pieces:
         by_file.setdefault(stored[name].file, []).append(name)
     for file, names in by_file.items():
         for group in _groups(names, stored):
             with _opened(file) as tensors:
                 for name in group:
-                    destinations[name].copy_(tensors.get_tensor(name))
+                    for piece in pieces[name]:
+                        piece.target.copy_(_read(tensors, name, piece))
                     report(stored[name].num_bytes)
     return decoder
+
+
+def _read(tensors: Any, name: str, piece: Piece) -> torch.Tensor:
+    """That part of a stored tensor; the file is mapped, and only what is copied is read."""
+    if piece.dim is None:
+        return tensors.get_tensor(name)
+    cut = [slice(None)] * piece.dim + [slice(piece.begin, piece.end)]
+    return tensors.get_slice(name)[tuple(cut)]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -186,7 +199,7 @@ def check_tensors(source: Path, config: ModelConfig, stored: dict[str, StoredTen
     """
     sketch = Decoder(config, torch.device("meta"), torch.float32)
     expected: set[str] = set()
-    for name, destination in _destinations(sketch, stored):
+    for name, [whole] in destinations(sketch, stored):
         tensor = stored.get(name)
         if tensor is None:
             raise ModelNotFound(
@@ -198,10 +211,10 @@ def check_tensors(source: Path, config: ModelConfig, stored: dict[str, StoredTen
                 f"{source} holds {tensor.dtype} weights, quantised for another program. Choose the plain "
                 "safetensors model or a GGUF file of it."
             )
-        if tensor.shape != tuple(destination.shape):
+        if tensor.shape != tuple(whole.target.shape):
             raise UnsupportedModel(
                 f"{source} doesn't match its config.json: {name} is {list(tensor.shape)}, "
-                f"not {list(destination.shape)}."
+                f"not {list(whole.target.shape)}."
             )
         expected.add(name)
     unused = sorted(name for name in stored.keys() - expected if not _is_ignorable(name, config))
@@ -217,96 +230,23 @@ def _is_ignorable(name: str, config: ModelConfig) -> bool:
     return tied or name.endswith(_IGNORED_SUFFIXES) or any(part in name for part in _IGNORED_PARTS)
 
 
-def _allocate(folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
-    needed = Decoder(config, torch.device("meta"), dtype).weight_bytes
+def _allocate(
+    folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, ranks: Collectives
+) -> Decoder:
+    needed = Decoder(config, torch.device("meta"), dtype, ranks).weight_bytes
     too_large = NotEnoughMemory(
         f"The weights of {folder.name} need {needed / 2**30:.1f} GiB, which {device} doesn't have free. "
         "Close other programs or choose a smaller model."
     )
     # A CPU's memory is handed out on credit: the process would be ended while it fills it.
-    if device.type == "cpu" and needed > free_cpu_bytes():
+    if device.type == "cpu" and needed > free_cpu_bytes() // ranks.shard.size:
         raise too_large
     try:
-        return Decoder(config, device, dtype)
+        return Decoder(config, device, dtype, ranks)
     except Exception as error:
         if is_out_of_memory(error):
             raise too_large from error
         raise
-
-
-def _destinations(decoder: Decoder, stored: dict[str, StoredTensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor's name in the files and the part of a packed tensor that it fills."""
-    prefix, head = _prefixes(stored)
-    yield f"{prefix}embed_tokens.weight", decoder.embedding
-    for index, layer in enumerate(decoder.layers):
-        yield from _layer_destinations(f"{prefix}layers.{index}.", decoder.config, layer, stored)
-    yield f"{prefix}norm.weight", decoder.norm.weight
-    if not decoder.config.tie_word_embeddings:
-        yield head, decoder.lm_head.weight
-
-
-def _prefixes(stored: dict[str, StoredTensor]) -> tuple[str, str]:
-    """What stands before the decoder's names, and the output matrix's name.
-
-    Models that also see have their decoder one level down, in two ways of naming.
-    """
-    for prefix, head in (
-        ("language_model.model.", "language_model.lm_head.weight"),
-        ("model.language_model.", "lm_head.weight"),
-    ):
-        if f"{prefix}embed_tokens.weight" in stored:
-            return prefix, head
-    return "model.", "lm_head.weight"
-
-
-def _layer_destinations(
-    prefix: str, config: ModelConfig, layer: DecoderLayer, stored: dict[str, StoredTensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    attention = layer.attention
-    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    yield from _packed(prefix, parts, attention.sizes, attention.qkv)
-    yield from _packed(prefix, ("self_attn.o_proj",), (config.hidden_size,), attention.out)
-    if attention.q_norm is not None and attention.k_norm is not None:
-        yield f"{prefix}self_attn.q_norm.weight", attention.q_norm
-        yield f"{prefix}self_attn.k_norm.weight", attention.k_norm
-    yield f"{prefix}input_layernorm.weight", layer.attention_norm.weight
-    if layer.attention_out_norm is not None and layer.mlp_out_norm is not None:
-        yield f"{prefix}post_attention_layernorm.weight", layer.attention_out_norm.weight
-        yield f"{prefix}pre_feedforward_layernorm.weight", layer.mlp_norm.weight
-        yield f"{prefix}post_feedforward_layernorm.weight", layer.mlp_out_norm.weight
-    else:
-        yield f"{prefix}post_attention_layernorm.weight", layer.mlp_norm.weight
-    if isinstance(layer.mlp, MoE):
-        yield from _expert_destinations(f"{prefix}mlp.", layer.mlp, stored)
-        return
-    inner = config.intermediate_size
-    yield from _packed(prefix, ("mlp.gate_proj", "mlp.up_proj"), (inner, inner), layer.mlp.gate_up)
-    yield from _packed(prefix, ("mlp.down_proj",), (config.hidden_size,), layer.mlp.down)
-
-
-def _packed(
-    prefix: str, names: tuple[str, ...], sizes: tuple[int, ...], linear: Linear
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, rows in zip(names, linear.weight.split(sizes), strict=True):
-        yield f"{prefix}{name}.weight", rows
-    if linear.bias is not None:
-        for name, part in zip(names, linear.bias.split(sizes), strict=True):
-            yield f"{prefix}{name}.bias", part
-
-
-def _expert_destinations(
-    prefix: str, moe: MoE, stored: dict[str, StoredTensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    yield f"{prefix}gate.weight", moe.router.weight
-    if f"{prefix}experts.gate_up_proj" in stored:  # all experts in one tensor
-        yield f"{prefix}experts.gate_up_proj", moe.gate_up
-        yield f"{prefix}experts.down_proj", moe.down
-        return
-    for expert in range(moe.down.shape[0]):
-        gate, up = moe.gate_up[expert].chunk(2)
-        yield f"{prefix}experts.{expert}.gate_proj.weight", gate
-        yield f"{prefix}experts.{expert}.up_proj.weight", up
-        yield f"{prefix}experts.{expert}.down_proj.weight", moe.down[expert]
 
 
 def _groups(names: list[str], stored: dict[str, StoredTensor]) -> Iterator[list[str]]:

@@ -14,7 +14,7 @@ class PagedSequences:
     """Sequences over one cache, its blocks dealt in a scrambled order and poisoned until written."""
 
     def __init__(self, decoder: Decoder, num_blocks: int = 256) -> None:
-        config = decoder.config
+        config = decoder.local
         shape = (num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         self.decoder = decoder
         self.caches = [
