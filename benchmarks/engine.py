@@ -7,9 +7,13 @@ a CPU), so that nothing is downloaded. E1 is the offline batch that nano-vllm pu
     PYTHONPATH=. python benchmarks/engine.py --json benchmarks/results/engine.json
     PYTHONPATH=. python benchmarks/engine.py --engine nanochat --engine transformers
     PYTHONPATH=. python benchmarks/engine.py --workload E3 --kv int8
+    PYTHONPATH=. python benchmarks/engine.py --shape qwen3-8b --tp 2 --workload D1 --workload D8 --workload D32 --workload P8
+    PYTHONPATH=. python benchmarks/engine.py --shape tiny --tp 2 --workload D1 --repeat 1  # a dry run on a CPU
 
 Besides throughput and latency it reports, for nanochat, what the host spends on a step (planning, building,
-launching, committing) and, on a GPU, the time from one step's end to the next's.
+launching, committing) and, on a GPU, the time from one step's end to the next's. With ``--tokens`` it keeps
+the ids of greedy answers, and with ``--compare REPORT`` says how far they are those of another such report:
+one card's, say.
 """
 
 from __future__ import annotations
@@ -47,6 +51,16 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
+    "qwen3-8b": {
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         "vocab_size": 512,
         "hidden_size": 64,
@@ -78,6 +92,10 @@ WORKLOADS: dict[str, Workload] = {
     "E4": Workload(32, (512, 512), (256, 256)),
     "E5a": Workload(1, (30_000, 30_000), (128, 128)),
     "E5b": Workload(8, (8_000, 8_000), (128, 128)),
+    "D1": Workload(1, (128, 128), (256, 256)),
+    "D8": Workload(8, (128, 128), (256, 256)),
+    "D32": Workload(32, (128, 128), (256, 256)),
+    "P8": Workload(8, (2_048, 2_048), (1, 1)),
 }
 
 
@@ -102,14 +120,7 @@ def write_random_model(folder: Path, shape: dict[str, int], seed: int = 0) -> Pa
     """A Qwen3 model of this shape in Hugging Face form, with random BF16 weights; returns its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model_config(shape)))
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, size in _tensor_shapes(shape).items():
-        if len(size) == 1:
-            weights[name] = torch.ones(size, dtype=torch.bfloat16)
-        else:
-            weights[name] = (torch.randn(size, generator=generator) / size[1] ** 0.5).bfloat16()
-    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    _write_weights(folder, shape, seed)
     vocab = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -119,10 +130,31 @@ def write_random_model(folder: Path, shape: dict[str, int], seed: int = 0) -> Pa
     return folder
 
 
+def _write_weights(folder: Path, shape: dict[str, int], seed: int) -> None:
+    """Random weights in one file a layer, and one for the rest, so that not all are in memory at once."""
+    generator = torch.Generator().manual_seed(seed)
+    files: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, size in _tensor_shapes(shape).items():
+        layer = name.split(".")[2] if name.startswith("model.layers.") else "rest"
+        files.setdefault(f"model-{layer}.safetensors", {})[name] = size
+    for file, sizes in files.items():
+        weights = {}
+        for name, size in sizes.items():
+            if len(size) == 1:
+                weights[name] = torch.ones(size, dtype=torch.bfloat16)
+            else:
+                weights[name] = (torch.randn(size, generator=generator) / size[1] ** 0.5).bfloat16()
+        save_file(weights, str(folder / file), metadata={"format": "pt"})
+    index = {name: file for file, sizes in files.items() for name in sizes}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
 def _tensor_shapes(shape: dict[str, int]) -> dict[str, tuple[int, ...]]:
     hidden, inner, head_dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     queries, keys = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape["vocab_size"], hidden)}
+    if not shape.get("tie_word_embeddings", True):
+        shapes["lm_head.weight"] = (shape["vocab_size"], hidden)
     for layer in range(shape["num_hidden_layers"]):
         name = f"model.layers.{layer}"
         shapes |= {
@@ -166,10 +198,13 @@ class Nanochat:
             "kv": self.engine.kv_dtype_name,
             "options": {key: str(value) for key, value in asdict(config).items() if key != "model"},
             "max_steps_ahead": self.engine._pipeline.max_steps_ahead,
+            "ranks": [memory.to_json() for memory in self.engine.rank_memory],
             "recording_s": recording[-1] - recording[0] if recording else 0.0,
         }
         self._host_s: list[float] = []
         """Planning, building, launching and committing, added up, of each step since the last run began."""
+        self.token_ids: list[list[int]] = []
+        """Of the last run's answers."""
         self._ends: list[torch.cuda.Event] = []
         """On a GPU, when each of them was over."""
         pipeline, scheduler = self.engine._pipeline, self.engine._scheduler
@@ -211,6 +246,10 @@ class Nanochat:
             for index, (prompt, out) in enumerate(zip(prompts, outs, strict=True))
         ]
         outputs = [handle.result() for handle in handles]
+        failed = [output.error for output in outputs if output.error]
+        if failed:
+            raise RuntimeError(failed[0])
+        self.token_ids = [output.token_ids for output in outputs]
         return [Served(o.metrics.ttft_s or 0.0, len(o.token_ids), o.metrics.preemptions) for o in outputs]
 
     def extras(self) -> dict[str, float]:
@@ -245,6 +284,20 @@ def run(server: Server, workload: Workload, vocab_size: int, seed: int) -> dict[
     }
 
 
+def compare_answers(answers: list[list[int]], others: list[list[int]]) -> dict[str, float]:
+    """How far greedy answers agree: random weights have near ties, and after one of them nothing is the same."""
+    shared = [
+        next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), len(mine))
+        for mine, theirs in zip(answers, others, strict=True)
+    ]
+    pairs = zip(shared, answers, strict=True)
+    return {
+        "same_answers": statistics.mean(count == len(answer) for count, answer in pairs),
+        "same_first_tokens": statistics.mean(count > 0 for count in shared),
+        "tokens_before_the_first_difference": statistics.mean(shared),
+    }
+
+
 def hardware() -> dict[str, str]:
     """What a figure needs beside it to mean anything."""
     import triton
@@ -273,6 +326,14 @@ def main() -> None:
     parser.add_argument("--engine", choices=["nanochat", "transformers"], action="append", help="repeatable")
     parser.add_argument("--steps-ahead", type=int, help="of nanochat: most steps in flight at once, less one")
     parser.add_argument("--no-cuda-graphs", action="store_true", help="of nanochat")
+    parser.add_argument("--tp", type=int, default=1, help="of nanochat: number of GPUs")
+    parser.add_argument("--kv-blocks", type=int, help="of nanochat: the same for all makes memory comparable")
+    parser.add_argument(
+        "--tokens", action="store_true", help="of nanochat: keep greedy answers in the report"
+    )
+    parser.add_argument(
+        "--compare", type=Path, help="of nanochat: a report with --tokens, of the same options"
+    )
     args = parser.parse_args()
     report: dict[str, Any] = {**hardware(), "shape": args.shape, "engines": {}}
     with tempfile.TemporaryDirectory() as name:
@@ -296,6 +357,8 @@ def measure(engine: str, folder: Path, args: argparse.Namespace) -> dict[str, An
             max_num_seqs=args.max_seqs,
             max_num_batched_tokens=args.max_batched_tokens,
             cuda_graphs=not args.no_cuda_graphs,
+            tensor_parallel_size=args.tp,
+            num_kv_blocks=args.kv_blocks,
             prefix_caching=False,  # the prompts of repeated runs would otherwise be found in it
         )
         server = Nanochat(config, args.steps_ahead)
@@ -306,7 +369,15 @@ def measure(engine: str, folder: Path, args: argparse.Namespace) -> dict[str, An
         run(server, workload, vocab_size, seed=0)  # compiles and warms up
         runs = [run(server, workload, vocab_size, seed) for seed in range(1, args.repeat + 1)]
         median = {key: statistics.median(each[key] for each in runs) for key in runs[0]}
-        report["workloads"][name] = median
+        if isinstance(server, Nanochat) and workload.temperature == 0:
+            if args.compare is not None:
+                others = json.loads(args.compare.read_text())["engines"][engine]["workloads"][name][
+                    "token_ids"
+                ]
+                median |= compare_answers(server.token_ids, others)
+            if args.tokens:
+                report["workloads"][name] = median | {"token_ids": server.token_ids}
+        report["workloads"].setdefault(name, median)
         print(engine, name, {key: round(value, 2) for key, value in median.items()}, flush=True)
     server.close()
     del server

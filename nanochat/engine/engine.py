@@ -109,9 +109,9 @@ class Engine:
         self._cancelled: list[int] = []
         self._closed_because: str | None = None
         self._thread = threading.Thread(target=self._run, name="nanochat-engine", daemon=True)
-        self._thread.start()
         if model.ranks is not None:
             model.ranks.on_lost = self._wake
+        self._thread.start()
         # Python would tear itself down under a thread that computes, which ends in an abort.
         atexit.register(self.close)
 

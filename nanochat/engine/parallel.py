@@ -101,7 +101,7 @@ class Group:
         """See `Collectives.all_reduce`."""
         options = _distributed().AllreduceOptions()
         options.asyncOp = False
-        self._device.allreduce([x], options).wait()
+        _finish(self._device.allreduce([x], options))
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -111,7 +111,7 @@ class Group:
         options.asyncOp = False
         is_root = self.shard.rank == 0
         parts = [torch.empty_like(x) for _ in range(self.shard.size)] if is_root else []
-        self._device.gather([parts] if is_root else [], [x], options).wait()
+        _finish(self._device.gather([parts] if is_root else [], [x], options))
         return parts
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ class Group:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
         tensor = torch.tensor([value], dtype=torch.int64)
-        self._host.allreduce([tensor], options).wait()
+        _finish(self._host.allreduce([tensor], options))
         return int(tensor)
 
     def send(self, message: bytes) -> None:
@@ -167,7 +167,13 @@ def _broadcast(group: Any, x: torch.Tensor) -> None:
     options = _distributed().BroadcastOptions()
     options.rootRank = 0
     options.asyncOp = False
-    group.broadcast([x], options).wait()
+    _finish(group.broadcast([x], options))
+
+
+def _finish(work: Any) -> None:
+    """Let what comes next on this stream wait; a backend that has seen to it already gives no work."""
+    if work is not None:
+        work.wait()
 
 
 def _nccl(store: Any, shard: Shard) -> Any:

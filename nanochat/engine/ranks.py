@@ -87,7 +87,7 @@ class _Process:
         log = open_log(log_file())
         try:
             self._popen = subprocess.Popen(
-                [sys.executable, "-c", _MAIN],
+                [sys.executable, "-P", "-c", _MAIN],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

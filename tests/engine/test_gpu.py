@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -243,3 +245,40 @@ def test_the_cache_is_sized_from_free_memory(make_engine: MakeEngine) -> None:
     cache_bytes = engine.stats().blocks_total * engine.config.block_size * engine.kv_bytes_per_token
     assert 0.3 * total < cache_bytes < 0.5 * total
     assert engine.submit([40] * 20, GREEDY).result(300).finish_reason == "length"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+class TestTwoGpus:
+    """A divided model; `test_divided_engine.py` and `test_ranks.py` have what needs no GPU."""
+
+    @pytest.mark.parametrize("cuda_graphs", [True, False])
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"max_num_batched_tokens": 7}, {"num_kv_blocks": 20, "block_size": 8}, {"kv_dtype": "int8"}],
+        ids=["plain", "chunked", "preempted", "int8"],
+    )
+    def test_tokens_equal_one_card_s(
+        self, make_engine: MakeEngine, options: dict[str, Any], cuda_graphs: bool
+    ) -> None:
+        one = make_engine(device="cuda", cuda_graphs=cuda_graphs, **options)
+        two = make_engine(device="cuda", cuda_graphs=cuda_graphs, tensor_parallel_size=2, **options)
+        assert (two._model.runner._graphs is not None) == cuda_graphs
+        for _ in range(2):
+            assert answers(two) == answers(one)
+        for count in (1, 4, 9):
+            assert mixed_answers(two, count) == mixed_answers(one, count)
+
+    @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+    def test_a_rank_that_is_gone_ends_every_request(
+        self, make_engine: MakeEngine, how: signal.Signals
+    ) -> None:
+        engine = make_engine(device="cuda", tensor_parallel_size=2)
+        endless = SamplingParams(temperature=0.0, max_tokens=100_000, ignore_eos=True)
+        handles = [engine.submit(prompt, endless) for prompt in PROMPTS[:3]]
+        next(iter(handles[0]))
+        os.kill(engine._model.ranks._processes[0]._popen.pid, how)  # type: ignore[union-attr]
+        outputs = [handle.result(10) for handle in handles]
+        assert all("Process 2 of the 2" in str(output.error) for output in outputs)
+        started_s = time.monotonic()
+        engine.close()
+        assert time.monotonic() - started_s < 10
