@@ -178,7 +178,9 @@ def load_part(
     weight_bytes = decoder.weight_bytes
     weights: Weights = config.weights
     if device.type == "cpu":
-        weights = prepare_weights(decoder, config.weights, progress)
+        # Whoever asks for float32 wants exact products, not a compact form with rounded factors.
+        exact = weights == "auto" and config.dtype == "float32"
+        weights = prepare_weights(decoder, "fp32" if exact else weights, progress)
     connect()
     progress(Progress("Preparing the KV cache"))
     with torch.inference_mode():
