@@ -1,9 +1,9 @@
 """Five workloads of a chat on a CPU, for nanochat and for what its users would run otherwise.
 
-    OMP_NUM_THREADS=2 PYTHONPATH=. python benchmarks/cpu.py --engine nanochat --json ours.json
-    PYTHONPATH=. python benchmarks/cpu.py --engine llama_cpp --gguf MODEL.gguf --json theirs.json
-    PYTHONPATH=. python benchmarks/cpu.py --engine transformers --json others.json
-    PYTHONPATH=. python benchmarks/cpu.py --compare ours.json theirs.json others.json
+    OMP_NUM_THREADS=2 python -m benchmarks.cpu --engine nanochat --json ours.json
+    python -m benchmarks.cpu --engine llama_cpp --gguf MODEL.gguf --json theirs.json
+    python -m benchmarks.cpu --engine transformers --json others.json
+    python -m benchmarks.cpu --compare ours.json theirs.json others.json
 
 W1 one chat, 64 tokens in, 128 out: decode tok/s. W2 eight of them at once: all their tok/s. W3 six turns with
 100 new tokens each: time to the sixth's first token, ms. W4 a prompt of 2,000 tokens: prefill tok/s. W5 such a
@@ -22,14 +22,13 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu_peers import Job, LlamaCpp, Peer, Transformers
-from benchmarks.quality import describe_cpu
+from benchmarks.machine import describe_machine
 from nanochat import Engine, EngineConfig, SamplingParams
 
 LONG = 2000
@@ -184,8 +183,7 @@ def main() -> None:
     report = {
         "engine": args.engine,
         "variant": args.gguf.stem if args.engine == "llama_cpp" else args.weights,
-        "date": datetime.now(UTC).date().isoformat(),
-        "hardware": describe_cpu(),
+        **describe_machine(),
         "about": peer.about,
         "medians": medians,
         "best": {key: (max if key in HIGHER_IS_BETTER else min)(pick(key)) for key in runs[0]},

@@ -1,6 +1,6 @@
 """How long attention takes on the CPU in one step of SmolLM2-135M's shape, beside the plain reference.
 
-    OMP_NUM_THREADS=2 python benchmarks/cpu_attention.py [--quick]
+    OMP_NUM_THREADS=2 python -m benchmarks.cpu_attention [--quick]
 
 Every layer has its own cache, as in a model, so that K and V come from memory and not from a core's cache.
 Times are the best of several runs: on a shared machine that is the one least disturbed.

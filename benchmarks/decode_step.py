@@ -1,6 +1,6 @@
 """One decode step, as the engine's CUDA graph runs it, split into its parts in microseconds.
 
-    PYTHONPATH=. python benchmarks/decode_step.py --rows 1,32 --json results.json
+    python -m benchmarks.decode_step --rows 1,32 --json results.json
 
 The model has the shape of Qwen3-0.6B and random weights, BF16. A step is timed whole, by replays of its graph.
 Its parts come from a trace of one replay: kernels overlap, so each is given the time from the end of the one
@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine import SHAPES, hardware, model_config
-from kernel_harness import copy_bandwidth
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.engine import SHAPES, model_config
+from benchmarks.kernel_harness import copy_bandwidth
+from benchmarks.machine import describe_machine
 from nanochat.engine.config import SamplingParams
 from nanochat.engine.models.decoder import Decoder
 from nanochat.engine.models.families import load_model_config
@@ -175,7 +176,12 @@ def main() -> None:
     torch.manual_seed(0)
     bandwidth = copy_bandwidth()
     decoder = random_decoder(SHAPES[options.shape])
-    report: dict[str, Any] = {**hardware(), "copy_tb_per_s": bandwidth, "shape": options.shape, "steps": []}
+    report: dict[str, Any] = {
+        **describe_machine("triton"),
+        "copy_tb_per_s": bandwidth,
+        "shape": options.shape,
+        "steps": [],
+    }
     for rows in map(int, options.rows.split(",")):
         step = measure(
             decoder, rows, options.context, options.temperature, bandwidth, int8=options.kv == "int8"

@@ -4,11 +4,11 @@ The model has the shape of Qwen3-0.6B and random weights made from a seed (``--s
 a CPU), so that nothing is downloaded. E1 is the offline batch that nano-vllm publishes: 256 requests of
 100 to 1,024 tokens in and out, temperature 0.6.
 
-    PYTHONPATH=. python benchmarks/engine.py --json benchmarks/results/engine.json
-    PYTHONPATH=. python benchmarks/engine.py --engine nanochat --engine transformers
-    PYTHONPATH=. python benchmarks/engine.py --workload E3 --kv int8
-    PYTHONPATH=. python benchmarks/engine.py --shape qwen3-8b --tp 2 --workload D1 --workload D8 --workload D32 --workload P8
-    PYTHONPATH=. python benchmarks/engine.py --shape tiny --tp 2 --workload D1 --repeat 1  # a dry run on a CPU
+    python -m benchmarks.engine --json benchmarks/results/engine.json
+    python -m benchmarks.engine --engine nanochat --engine transformers
+    python -m benchmarks.engine --workload E3 --kv int8
+    python -m benchmarks.engine --shape qwen3-8b --tp 2 --workload D1 --workload D8 --workload D32 --workload P8
+    python -m benchmarks.engine --shape tiny --tp 2 --workload D1 --repeat 1  # a dry run on a CPU
 
 Besides throughput and latency it reports, for nanochat, what the host spends on a step (planning, building,
 launching, committing) and, on a GPU, the time from one step's end to the next's. With ``--tokens`` it keeps
@@ -21,14 +21,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,6 +35,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.machine import describe_machine
 from benchmarks.servers import Served, Server, TransformersBatching
 from nanochat import Engine, EngineConfig, SamplingParams
 from nanochat.engine.loading import RECORDING_STAGE
@@ -298,20 +297,6 @@ def compare_answers(answers: list[list[int]], others: list[list[int]]) -> dict[s
     }
 
 
-def hardware() -> dict[str, str]:
-    """What a figure needs beside it to mean anything."""
-    import triton
-
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-    return {
-        "device": card or platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -335,7 +320,11 @@ def main() -> None:
         "--compare", type=Path, help="of nanochat: a report with --tokens, of the same options"
     )
     args = parser.parse_args()
-    report: dict[str, Any] = {**hardware(), "shape": args.shape, "engines": {}}
+    report: dict[str, Any] = {
+        **describe_machine("triton", "transformers"),
+        "shape": args.shape,
+        "engines": {},
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = write_random_model(Path(name) / "model", SHAPES[args.shape])
         for engine in args.engine or ["nanochat"]:

@@ -5,9 +5,9 @@ weights of models, GGUF files, chat histories, settings files, exported chats. W
 limit use each as a user would. A fault is an error that isn't a sentence, a traceback in the log, anything
 written to the terminal, code from the file that runs, a process that dies, a file that takes over 5 s.
 
-    python benchmarks/fuzz.py --json benchmarks/results/fuzz.json
-    python benchmarks/fuzz.py --kind gguf --count 500 --seed 7
-    python benchmarks/fuzz.py --only gguf:123          # one file again, with its traceback
+    python -m benchmarks.fuzz --json benchmarks/results/fuzz.json
+    python -m benchmarks.fuzz --kind gguf --count 500 --seed 7
+    python -m benchmarks.fuzz --only gguf:123          # one file again, with its traceback
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from benchmarks.machine import describe_machine
 
 SLOW_S = 5.0
 HANG_S = 30.0
@@ -110,8 +112,7 @@ class Watch(logging.Handler):
 
 def work(seed: int, only: tuple[str, int] | None) -> None:
     """A worker: takes ``kind index`` lines from standard input, answers each with a line of JSON."""
-    from fuzz_targets import TARGETS, Bases
-
+    from benchmarks.fuzz_targets import TARGETS, Bases
     from nanochat.errors import NanochatError
 
     with tempfile.TemporaryDirectory() as folder:
@@ -195,7 +196,7 @@ class Worker:
 
     def _start(self) -> subprocess.Popen[str]:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", "--seed", str(self._seed)],
+            [sys.executable, "-m", "benchmarks.fuzz", "--worker", "--seed", str(self._seed)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -305,8 +306,6 @@ def main() -> int:
     report = run(counts, options.seed, options.first, options.workers)
     print(json.dumps(report, indent=1))
     if options.json is not None:
-        from quality import describe_machine
-
         options.json.write_text(json.dumps(describe_machine() | report, indent=1) + "\n")
     return 1 if report["faults"] else 0
 

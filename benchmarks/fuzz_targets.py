@@ -17,11 +17,11 @@ from contextlib import closing
 from pathlib import Path
 
 import gguf
-from engine import SHAPES, write_random_model
-from fuzz_mutations import damage_bytes, damage_json, damage_template, damage_toml, damage_value
 from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer
 
+from benchmarks.engine import SHAPES, write_random_model
+from benchmarks.fuzz_mutations import damage_bytes, damage_json, damage_template, damage_toml, damage_value
 from nanochat import Engine, EngineConfig, SamplingParams
 from nanochat.conversation import Conversation
 from nanochat.history import History

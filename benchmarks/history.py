@@ -1,7 +1,7 @@
 """How quick the chat history is with many chats: open, list, load, search, save.
 
-    python benchmarks/history.py                       # 1,000 chats, 100,000 messages, in a temporary folder
-    python benchmarks/history.py --messages 20000 --json results.json
+    python -m benchmarks.history                       # 1,000 chats, 100,000 messages, in a temporary folder
+    python -m benchmarks.history --messages 20000 --json results.json
 
 Texts are made of words with Zipf-like frequencies, one chat in twenty of Chinese characters. Each figure is
 the median of several runs and the slowest of them, on a file that the system has in its cache.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import platform
 import random
 import resource
 import sqlite3
@@ -20,9 +19,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
+from benchmarks.machine import describe_machine
 from nanochat.history import History
 
 LONG_CHAT = 2_000
@@ -188,9 +187,7 @@ def main() -> None:
         with History(path) as history:
             longest_id = fill(history, options.chats, options.messages)
         machine = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "cpu": platform.processor() or platform.machine(),
-            "python": platform.python_version(),
+            **describe_machine(),
             "sqlite": sqlite3.sqlite_version,
             "chats": options.chats,
             "messages": options.messages,

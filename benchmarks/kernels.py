@@ -1,7 +1,7 @@
 """How fast and how exact the GPU kernels are, beside what the same card copies and multiplies.
 
-    PYTHONPATH=. python benchmarks/kernels.py                          # everything, about two minutes
-    PYTHONPATH=. python benchmarks/kernels.py --only decode,prefill --json results.json
+    python -m benchmarks.kernels                          # everything, about two minutes
+    python -m benchmarks.kernels --only decode,prefill --json results.json
 
 Attention has Qwen3-0.6B's shape: 16 query heads, 8 KV heads, head dim 128; blocks of 16 tokens in random order.
 Times are microseconds a call: see `kernel_harness`.
@@ -14,13 +14,12 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from kernel_harness import (
+
+from benchmarks.kernel_harness import (
     HEAD_DIM,
     HEADS,
     KV_HEADS,
@@ -35,7 +34,7 @@ from kernel_harness import (
     stored_kv,
     time_us,
 )
-
+from benchmarks.machine import describe_machine
 from nanochat.kernels import attention_decode, gpu, reference, sampling
 from nanochat.kernels.triton_utils import device_info, next_power_of_2
 from nanochat.kernels.tuning import DecodeConfig, decode_config
@@ -306,10 +305,7 @@ def main() -> None:
         "splits": splits,
     }
     results: dict[str, Any] = {
-        "hardware": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": datetime.now(UTC).date().isoformat(),
+        **describe_machine("triton"),
         "copy_tb_per_s": bandwidth,
         "gemm_tflops": gemm_rate(),
     }

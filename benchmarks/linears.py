@@ -1,6 +1,6 @@
 """The linear maps of one decode step at a few rows: ours in every cut, cuBLAS', and the floor by bandwidth.
 
-    PYTHONPATH=. python benchmarks/linears.py --rows 1,8,16,32 --json results.json
+    python -m benchmarks.linears --rows 1,8,16,32 --json results.json
 
 Shapes are Qwen3-0.6B's, in BF16, and each map does what it does in a step: q, k and v, and gate and up, divide
 by the norm; gate and up end in SiLU and product; o and down add the residual, and norm; ``lm_head`` gives
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from engine import hardware
-from kernel_harness import copy_bandwidth, time_us
 
+from benchmarks.kernel_harness import copy_bandwidth, time_us
+from benchmarks.machine import describe_machine
 from nanochat.kernels.gpu_linear import launch_linear
 from nanochat.kernels.normed import Normed
 from nanochat.kernels.tuning import LinearConfig, linear_config
@@ -172,7 +172,7 @@ def main() -> None:
         warm(all_rows, index, count)
         return
     bandwidth = copy_bandwidth()
-    report: dict[str, Any] = {**hardware(), "copy_tb_per_s": bandwidth, "maps": []}
+    report: dict[str, Any] = {**describe_machine("triton"), "copy_tb_per_s": bandwidth, "maps": []}
     for name in SHAPES:
         report["maps"] += (figures := measure(name, all_rows, bandwidth))
         for figure in figures:

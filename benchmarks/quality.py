@@ -1,9 +1,9 @@
 """How well the engine predicts a text: against ``transformers``, and with an INT8 KV cache against a full one.
 
-    python benchmarks/quality.py transformers FILE --limit-tokens 20000
-    python benchmarks/quality.py kv FILE --dtype float32 --decode-tokens 4096
-    python benchmarks/quality.py kv FILE --dtype bfloat16 --decode-tokens 4096
-    python benchmarks/quality.py weights FILE --limit-tokens 20000 --stride 2048
+    python -m benchmarks.quality transformers FILE --limit-tokens 20000
+    python -m benchmarks.quality kv FILE --dtype float32 --decode-tokens 4096
+    python -m benchmarks.quality kv FILE --dtype bfloat16 --decode-tokens 4096
+    python -m benchmarks.quality weights FILE --limit-tokens 20000 --stride 2048
 
 ``transformers`` scores the same windows of the same tokens in one forward pass each, without a cache. ``kv``
 is what ``nanochat perplexity FILE --compare`` measures. ``weights`` scores every token with each format of the
@@ -16,17 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
 from dataclasses import replace
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.machine import describe_machine
 from nanochat.commands.perplexity import ProgressLine, format_report, read_text
 from nanochat.engine.config import EngineConfig, Weights
 from nanochat.engine.progress import Progress, ProgressCallback
@@ -35,33 +32,13 @@ from nanochat.engine.windows import sliding_windows
 from nanochat.kernels import cpu_linear
 
 
-def describe_machine() -> dict[str, str]:
-    """Where figures come from."""
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "hardware": describe_cpu(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers")},
-    }
-
-
 def describe_command(options: argparse.Namespace) -> str:
     """What to type for the same figures; the text by its name alone."""
     given = {name: value for name, value in vars(options).items() if name not in ("what", "file", "json")}
     flags = [
         f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value not in (None, "")
     ]
-    return " ".join(["python benchmarks/quality.py", options.what, options.file.name, *flags])
-
-
-def describe_cpu() -> str:
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        name = names[0] if names else name
-        name += " with AMX" if "amx_bf16" in info.read_text() else ""
-    return f"{os.cpu_count()}-core {platform.machine()} CPU ({name})"
+    return " ".join(["python -m benchmarks.quality", options.what, options.file.name, *flags])
 
 
 def measure_kv(
@@ -136,6 +113,7 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--weights", default="auto", choices=get_args(Weights), help="only this format")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--ctx", type=int)
     parser.add_argument("--stride", type=int)
     parser.add_argument("--limit-tokens", type=int)
@@ -163,7 +141,7 @@ def main() -> None:
     with ProgressLine() as progress:
         figures = measure(read_text(options.file), config, wanted, progress)
     if options.json is not None:
-        result = {"command": describe_command(options), **describe_machine(), **figures}
+        result = {"command": describe_command(options), **describe_machine("transformers"), **figures}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -1,7 +1,7 @@
 """What planning costs: plan() and commit() of a step, against requests, context length and cached blocks.
 
-    python benchmarks/scheduler.py                 # about a minute
-    python benchmarks/scheduler.py --json results.json
+    python -m benchmarks.scheduler                 # about a minute
+    python -m benchmarks.scheduler --json results.json
 
 No model and no torch. Each figure is the median over many steps; of ``--repeats`` such medians the lowest is
 shown, because other programs on the machine can only make it slower.
@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
+from benchmarks.machine import describe_machine
 from nanochat.engine.block_pool import BlockKey, BlockPool
 from nanochat.engine.config import SamplingParams
 from nanochat.engine.request import Request
@@ -154,12 +153,9 @@ def main() -> None:
         )
     report("prefix lookup, 32,768 tokens", "ms", prefix_lookup)
     if args.json:
-        facts = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": f"{platform.machine()}, {platform.system()}",
-            "python": platform.python_version(),
-        }
-        args.json.write_text(json.dumps({**facts, "results": results}, indent=2) + "\n", encoding="utf-8")
+        args.json.write_text(
+            json.dumps({**describe_machine(), "results": results}, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

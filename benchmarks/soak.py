@@ -5,8 +5,8 @@ way, stop at texts, are cancelled at any moment and preempt each other all the t
 with what the same request gives alone on an idle engine; at the end no block may be in use, and memory must
 not have grown.
 
-    python benchmarks/soak.py requests --count 100000 --json benchmarks/results/soak.json
-    python benchmarks/soak.py threads --threads 64 --minutes 5
+    python -m benchmarks.soak requests --count 100000 --json benchmarks/results/soak.json
+    python -m benchmarks.soak threads --threads 64 --minutes 5
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from engine import SHAPES, write_random_model
-from quality import describe_machine
 
+from benchmarks.engine import SHAPES, write_random_model
+from benchmarks.machine import describe_machine
 from nanochat import Engine, EngineConfig, SamplingParams
 from nanochat.engine.handle import RequestHandle
 from nanochat.engine.outputs import RequestOutput

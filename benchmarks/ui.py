@@ -1,7 +1,7 @@
 """How quick the chat app is: starting, long chats, search, streaming, typing, and what it costs the engine.
 
-    python benchmarks/ui.py                                  # the default model, 8 tabs
-    python benchmarks/ui.py --model FOLDER --seconds 20 --json results.json
+    python -m benchmarks.ui                                  # the default model, 8 tabs
+    python -m benchmarks.ui --model FOLDER --seconds 20 --json results.json
 
 The real app runs over a real engine on a screen in memory of 120 x 36 characters; nothing is written to a
 terminal. A key's echo ends when the screen with the character has been drawn. The engine's rate is measured
@@ -13,17 +13,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.history import RARE, fill
+from benchmarks.machine import describe_machine
 from nanochat.engine.config import EngineConfig, SamplingParams
 from nanochat.history import History
 from nanochat.ui.app import NanochatApp
@@ -263,10 +261,7 @@ def main() -> None:
             ),
         }
     machine: dict[str, Any] = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
+        **describe_machine("textual"),
         "model": options.model or "default",
         "messages": options.messages,
     }

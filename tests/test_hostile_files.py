@@ -20,16 +20,15 @@ from nanochat.history.transfer import parse_json
 from nanochat.stray_output import diverted
 from tests.tiny_model import write_tiny_llama
 
-FUZZ = Path(__file__).parents[1] / "benchmarks" / "fuzz.py"
-
 
 def fuzz(count: int, *options: str) -> None:
     finished = subprocess.run(
-        [sys.executable, str(FUZZ), "--count", str(count), *options],
+        [sys.executable, "-m", "benchmarks.fuzz", "--count", str(count), *options],
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
+        cwd=Path(__file__).parents[1],
     )
     report = json.loads(finished.stdout)
     assert finished.returncode == 0, report["faults"]

@@ -1,0 +1,48 @@
+"""What a figure needs beside it to mean anything: the machine, the versions, the date."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def describe_machine(*packages: str) -> dict[str, str]:
+    """Today's date (UTC), the GPU or else the CPU, and the versions of Python, PyTorch and ``packages``."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": describe_gpu() or describe_cpu(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("torch", *packages)},
+    }
+
+
+def describe_gpu() -> str | None:
+    """The first GPU's name, and how many there are if there are more."""
+    import torch  # benchmarks of the scheduler and the history have no other use for it
+
+    if not torch.cuda.is_available():
+        return None
+    count = torch.cuda.device_count()
+    return torch.cuda.get_device_name() + (f", {count} of them" if count > 1 else "")
+
+
+def describe_cpu() -> str:
+    """Cores, architecture, and the name as far as the system tells it."""
+    name = platform.processor() or platform.machine()
+    if _CPU_INFO.exists():
+        info = _CPU_INFO.read_text()
+        names = [line.split(":")[1].strip() for line in info.splitlines() if "model name" in line]
+        name = (names[0] if names else name) + (" with AMX" if "amx_bf16" in info else "")
+    return f"{os.cpu_count()}-core {platform.machine()} CPU ({name})"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
