@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from nanochat.engine import parallel
 from nanochat.engine.memory import allocate_caches, kv_bytes_per_token
 from nanochat.engine.models.decoder import Decoder
 from nanochat.engine.models.families import load_model_config
 from nanochat.engine.models.shard import Shard
 from nanochat.engine.models.weights import load_decoder
-from nanochat.engine.parallel import Group
+from nanochat.engine.parallel import ALONE, Alone, Group
 from tests.engine.gloo import ThreadedRanks, threaded_ranks
 from tests.engine.models.paged import PagedSequences
 from tests.engine.models.random_models import CASES, Case, Llama, random_tokens, write_random_model
@@ -79,6 +82,22 @@ def test_every_family_gives_the_logits_of_one_rank(
     assert_same_logits(models[name], ranks)
 
 
+@pytest.mark.parametrize("name", ["llama-biases", "gemma3", "qwen3"])
+def test_bf16_is_as_near_to_float32_as_on_one_rank(
+    name: str, models: dict[str, Path], ranks: ThreadedRanks
+) -> None:
+    config = load_model_config(models[name])
+
+    def prefill(group: Group | Alone, dtype: torch.dtype) -> torch.Tensor:
+        decoder = load_decoder(models[name], config, CPU, dtype, ranks=group)
+        return PagedSequences(decoder).prefill(0, PROMPT, chunk=20)
+
+    exact = prefill(ALONE, torch.float32)
+    whole = prefill(ALONE, torch.bfloat16)
+    divided = ranks.run(lambda group: prefill(group, torch.bfloat16))[0]
+    assert 0 < (divided - exact).norm() < 1.5 * (whole - exact).norm()
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(12, 3), (12, 2), (20, 5), (4, 4)])
 def test_heads_that_do_not_line_up_with_the_ranks(
     heads: int, kv_heads: int, tmp_path: Path, ranks: ThreadedRanks
@@ -107,6 +126,49 @@ def test_experts_in_one_tensor(models: dict[str, Path], tmp_path: Path, ranks: T
         weights[f"{name}.down_proj"] = parts["down"]
     save_file(weights, folder / "model.safetensors")
     assert_same_logits(folder, ranks)
+
+
+class TestGroup:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+    def test_sums_gathers_and_broadcasts(self, ranks: ThreadedRanks, dtype: torch.dtype) -> None:
+        size = len(ranks.groups)
+
+        def work(group: Group) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+            own = torch.full((3, 2), group.shard.rank + 1, dtype=dtype)
+            return group.all_reduce(own.clone()), group.gather(own), group.broadcast(own.clone())
+
+        for rank, (total, parts, first) in enumerate(ranks.run(work)):
+            assert torch.equal(total, torch.full((3, 2), size * (size + 1) // 2, dtype=dtype))
+            assert [int(part[0, 0]) for part in parts] == ([] if rank else list(range(1, size + 1)))
+            assert torch.equal(first, torch.ones(3, 2, dtype=dtype))
+        assert ranks.run(lambda group: group.least(10 - group.shard.rank)) == [11 - size] * size
+
+    @pytest.mark.parametrize("length", [0, 1, 8183, 8184, 8185, 100_000])
+    def test_messages_of_any_length_arrive_whole(self, ranks: ThreadedRanks, length: int) -> None:
+        message = bytes(i % 251 for i in range(length))
+
+        def work(group: Group) -> bytes:
+            if group.shard.rank:
+                return group.receive()
+            group.send(message)
+            return message
+
+        assert ranks.run(work) == [message] * len(ranks.groups)
+
+    def test_idle_ranks_wait_for_longer_than_it_may_take_to_meet(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(parallel, "CONNECT_TIMEOUT", timedelta(seconds=1))
+
+        def work(group: Group) -> bytes:
+            if group.shard.rank:
+                return group.receive()
+            time.sleep(1.5)
+            group.send(b"late")
+            return b"late"
+
+        with threaded_ranks(2, tmp_path) as ranks:
+            assert ranks.run(work) == [b"late", b"late"]
 
 
 class TestMemory:

@@ -21,6 +21,10 @@ from nanochat.kernels import Normed
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.cpu_linear import LinearKernel
 
+_WIDE_SUM_ROWS = 32
+"""Outputs of up to so many rows are added up over ranks in float32, as one device adds them to the residual: they
+are few bytes either way. Those of more are rounded to the weights' type first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Norm:
@@ -83,7 +87,8 @@ class Linear:
             return kernels.linear_add_norm(
                 x, self.weight, self.bias, residual, norm.weight, norm.eps, plus_one=norm.plus_one
             )
-        normed, residual = norm(self(x), residual)
+        wide = torch.float32 if self._is_partial and x.shape[0] <= _WIDE_SUM_ROWS else None
+        normed, residual = norm(self(x, wide), residual)
         return Normed(normed), residual
 
 

@@ -18,7 +18,7 @@ class PagedSequences:
         shape = (num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         self.decoder = decoder
         self.caches = [
-            LayerCache(torch.full(shape, float("nan")), torch.full(shape, float("nan")))
+            LayerCache(*(torch.full(shape, float("nan"), dtype=decoder.dtype) for _ in range(2)))
             for _ in range(config.num_layers)
         ]
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
