@@ -8,6 +8,7 @@ last token stay on the device between steps. Knows nothing of schedules.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,12 +19,15 @@ import torch
 import torch.nn.functional as F
 
 from nanochat import kernels
+from nanochat.engine.device import is_out_of_memory
 from nanochat.engine.models.decoder import Decoder
 from nanochat.engine.sampler import sample_together
 from nanochat.engine.seats import Seats
 from nanochat.engine.step_inputs import StepInputs, StepShape, input_bytes
 from nanochat.engine.step_plan import StepPlan
 from nanochat.kernels.cache import AttentionBatch, LayerCache
+
+logger = logging.getLogger(__name__)
 
 MAX_PREFILL_TOKENS = 8192
 """Larger steps compute for longer than they take to launch kernel by kernel."""
@@ -157,6 +161,8 @@ class StepGraphs:
         self._caches = caches
         self._block_size = caches[0].block_size
         self._recordings: dict[StepShape, _Recording] = {}
+        self._too_large: set[StepShape] = set()
+        """Shapes for whose recordings there was no memory: their steps are launched kernel by kernel."""
         device = decoder.device
         table_width = -(-max_model_len // self._block_size)
         self.seats = Seats(max_num_seqs)
@@ -232,14 +238,26 @@ class StepGraphs:
 
     def _record(self, shape: StepShape, host: torch.Tensor) -> torch.Tensor:
         """Run a step launch by launch, which compiles and allocates what stays, and record the same meanwhile."""
-        device = self._decoder.device
-        current = torch.cuda.current_stream(device)
         if len(self._recordings) >= MAX_RECORDINGS:
-            current.synchronize()  # it may be running
+            torch.cuda.current_stream(self._decoder.device).synchronize()  # it may be running
             del self._recordings[next(iter(self._recordings))]
         inputs = self.inputs(shape)
         inputs.send(host)
         sampled = self.step(inputs)
+        if shape not in self._too_large:
+            try:
+                self._recordings[shape] = self._capture(inputs)
+            except Exception as error:
+                if not is_out_of_memory(error) or self._decoder.ranks.shard.size > 1:
+                    raise  # ranks of a divided model must all do the same
+                # The step itself has been launched. What launches free a recording would keep.
+                logger.info("no memory to record steps of %s: %s", shape, error)
+                self._too_large.add(shape)
+        return sampled
+
+    def _capture(self, inputs: StepInputs) -> _Recording:
+        device = self._decoder.device
+        current = torch.cuda.current_stream(device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
@@ -257,5 +275,4 @@ class StepGraphs:
                 raise
             graph.capture_end()
         current.wait_stream(self._stream)
-        self._recordings[shape] = _Recording(inputs, graph, token_ids)
-        return sampled
+        return _Recording(inputs, graph, token_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from nanochat.engine.memory import allocate_caches
 from nanochat.engine.request import Request
 from nanochat.engine.runner import Runner
 from nanochat.engine.step_graphs import Shapes, StepGraphs, decode_sizes, row_sizes, token_sizes
-from nanochat.engine.step_inputs import StepShape
+from nanochat.engine.step_inputs import StepInputs, StepShape
 from nanochat.engine.step_plan import ScheduledChunk, StepPlan
 from tests.engine.conftest import MakeEngine
 from tests.engine.test_pipeline import KINDS, answers
@@ -180,6 +180,30 @@ def test_an_engine_gives_the_same_tokens(
     graphs = engine._model.runner._graphs
     assert isinstance(graphs, PlayedGraphs)
     assert len(graphs.shapes_run) > 2
+
+
+class FullCard(StepGraphs):
+    """Has memory for steps, but not for keeping what they compute in."""
+
+    captures = 0
+
+    def _capture(self, inputs: StepInputs) -> NoReturn:
+        self.captures += 1
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_step_that_cannot_be_recorded_counts_all_the_same(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = [kind for kind in KINDS if "logprobs" not in kind]
+    expected = answers(make_engine(max_steps_ahead=0), plain)
+    monkeypatch.setattr(loading, "_has_graphs", lambda *_: True)
+    monkeypatch.setattr(loading, "StepGraphs", FullCard)
+    engine = make_engine(max_steps_ahead=1)
+    assert [answers(engine, plain) for _ in range(2)] == [expected] * 2
+    graphs = engine._model.runner._graphs
+    assert isinstance(graphs, FullCard)
+    assert graphs.captures == len(graphs._too_large) > 2  # each shape is tried once
 
 
 def test_the_option_has_no_effect_on_a_cpu(make_engine: MakeEngine) -> None:
