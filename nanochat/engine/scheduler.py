@@ -26,6 +26,9 @@ from nanochat.errors import InvalidOption, PromptTooLong
 
 __all__ = ["ScheduledChunk", "Scheduler", "StepPlan"]
 
+RECOVERY_STEPS = 64
+"""Steps that go well before one may be twice as large again, after one has run out of memory."""
+
 
 class Scheduler:
     """Continuous batching over a :class:`BlockPool`. Every method but ``check_fits`` is for one thread.
@@ -61,7 +64,8 @@ class Scheduler:
         self.long_prefill_share = long_prefill_share
         self.watermark_blocks = int(watermark * pool.num_blocks)
         self.step_budget = max_num_batched_tokens
-        """Tokens of one step: less than it may be after a step has run out of memory, until no work is left."""
+        """Tokens of one step: less than it may be for a while after a step has run out of memory."""
+        self._steps_since_put_back = 0
         self.num_preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
@@ -178,6 +182,9 @@ class Scheduler:
         if len(token_ids) != len(plan.sampling):
             raise ValueError(f"step {plan.step} samples {len(plan.sampling)} tokens, not {len(token_ids)}")
         self._collect(plan)
+        self._steps_since_put_back += 1
+        if self._steps_since_put_back % RECOVERY_STEPS == 0:
+            self.step_budget = min(2 * self.step_budget, self.max_num_batched_tokens)
         accepted: list[tuple[Request, int]] = []
         sampled = iter(token_ids)
         block_size = self.pool.block_size
@@ -226,6 +233,7 @@ class Scheduler:
         """
         self._collect(plan)
         self.step_budget = max(1, plan.num_tokens // 2)
+        self._steps_since_put_back = 0
         for chunk in plan.chunks:
             chunk.request.num_steps_in_flight -= 1
             chunk.request.num_pending_tokens -= chunk.samples

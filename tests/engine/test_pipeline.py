@@ -15,7 +15,7 @@ from nanochat.engine.engine import Engine
 from nanochat.engine.pipeline import SMALLEST_RETRY, Outcome, Pipeline
 from nanochat.engine.request import Request, RequestStatus
 from nanochat.engine.runner import StepResult
-from nanochat.engine.scheduler import Scheduler, StepPlan
+from nanochat.engine.scheduler import RECOVERY_STEPS, Scheduler, StepPlan
 from tests.engine.conftest import MakeEngine
 from tests.engine.fake_device import FakeDevice, reference_tokens
 
@@ -189,6 +189,27 @@ class TestOutOfMemory:
         assert [request.finish_reason for request in requests] == ["length"] * 3
         assert house.runner.num_failed
         assert house.scheduler.step_budget == 64  # as before, once no work is left
+
+    @pytest.mark.parametrize("depth", DEPTHS)
+    def test_steps_grow_again_while_chats_go_on(self, depth: int) -> None:
+        """Another program took the memory for a moment: prompts don't crawl until the longest answer has ended."""
+        house = House(depth, seed=0, num_blocks=100, budget=64)
+        house.submit(prompt_len=5, max_tokens=90, ignore_eos=True)
+        house.submit(prompt_len=60, max_tokens=20, ignore_eos=True)
+        house.runner.max_tokens = 20
+        for _ in range(10):
+            house.step()
+        house.runner.max_tokens = 1 << 30
+        smallest = house.scheduler.step_budget
+        assert smallest <= 16
+        for _ in range(3 * RECOVERY_STEPS):
+            house.step()
+            assert house.scheduler.requests
+            if len(house.scheduler.requests) < 3:
+                house.submit(prompt_len=5, max_tokens=5, ignore_eos=True)
+        assert house.scheduler.step_budget >= 4 * smallest
+        house.run()
+        house.check()
 
     @pytest.mark.parametrize("depth", DEPTHS)
     def test_only_the_largest_ends_where_no_smaller_step_will_do(self, depth: int) -> None:
