@@ -23,7 +23,7 @@ from nanochat.engine.device import is_out_of_memory
 from nanochat.engine.models.decoder import Decoder
 from nanochat.engine.sampler import sample_together
 from nanochat.engine.seats import Seats
-from nanochat.engine.step_inputs import StepInputs, StepShape, input_bytes
+from nanochat.engine.step_inputs import StepInputs, StepShape, input_bytes, pack_step
 from nanochat.engine.step_plan import StepPlan
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 
@@ -183,7 +183,7 @@ class StepGraphs:
 
         And which of the shape's rows are the plan's sampling chunks'.
         """
-        return self.inputs(shape).pack(plan, self.seats)
+        return pack_step(plan, shape, self.seats, self._decoder.device)
 
     def run(self, shape: StepShape, host: torch.Tensor) -> torch.Tensor:
         """Compute and sample what was packed for this shape, as one launch once the shape is recorded.

@@ -5,6 +5,7 @@ Knows nothing of models, graphs or schedules.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ class StepShape(NamedTuple):
         return self.decode_rows + self.prefill_tokens
 
 
+@functools.lru_cache(maxsize=256)
 def _packing(shape: StepShape) -> Packing:
     row, longs, ints, floats = (shape.rows,), torch.int64, torch.int32, torch.float32
     starts = (shape.rows + 1,)
@@ -60,11 +62,11 @@ class StepInputs:
         """``buffer``: uint8, of at least :func:`input_bytes`. Several shapes may share one."""
         self.shape = shape
         self._buffer = buffer
-        self._packing = _packing(shape)
-        views = self._packing.views(buffer)
+        packing = _packing(shape)
+        views = packing.views(buffer)
         seeds, self.sampling_seats, temperature, top_p, min_p, top_k, seats, contexts, *views = views
         first_new, query_starts, new_starts, token_ids = views
-        new_blocks = buffer[self._packing.num_bytes :]
+        new_blocks = buffer[packing.num_bytes :]
         new_blocks = new_blocks[: new_blocks.shape[0] // 4 * 4].view(torch.int32)
         self.rows = StepRows(
             seats=seats,
@@ -101,63 +103,67 @@ class StepInputs:
         )
 
     def send(self, host: torch.Tensor) -> None:
-        """Copy what :meth:`pack` made to the device, asynchronously."""
+        """Copy what :func:`pack_step` made to the device, asynchronously."""
         if self._buffer.device.type == "cpu":
             self.scratch.clear()  # what is derived from a batch there depends on its lengths
         self._buffer[: len(host)].copy_(host, non_blocking=True)
 
-    def pack(self, plan: StepPlan, seats: Seats) -> tuple[torch.Tensor, np.ndarray]:
-        """A plan that fits as bytes on the host, ready to be sent; its requests take their seats.
 
-        Also returns ``[n]``: which of the shape's rows sample what the plan's ``n`` sampling chunks ask for.
-        """
-        shape, chunks, taken = self.shape, plan.chunks, seats.take(plan.chunks)
-        num_decodes, count = len(plan.decodes), len(chunks)
-        new_blocks: list[int] = []
-        first_new, new_ends = [], []
-        for chunk, seat in zip(chunks, taken, strict=True):
-            first_new.append(seat.num_blocks)
-            table = chunk.request.block_table
-            if len(table) > seat.num_blocks:
-                new_blocks += table[seat.num_blocks :]
-                seat.num_blocks = len(table)
-            new_ends.append(len(new_blocks))
+def pack_step(
+    plan: StepPlan, shape: StepShape, seats: Seats, device: torch.device
+) -> tuple[torch.Tensor, np.ndarray]:
+    """A plan that fits a shape as bytes on the host, for :meth:`StepInputs.send`; its requests take their seats.
 
-        fixed = self._packing.num_bytes
-        host = host_buffer(fixed + 4 * len(new_blocks), self._buffer.device)
-        flat = host.numpy()
-        seeds, sampling_seats, *fields = self._packing.arrays(flat)
-        temperature, top_p, min_p, top_k, seat_rows, contexts, firsts, query_starts, starts, ids = fields
-        rows = np.arange(count)  # of the shape, one a chunk
-        rows[num_decodes:] += shape.decode_rows - num_decodes
-        seat_rows[:] = seats.capacity
-        seat_rows[rows] = [seat.index for seat in taken]
-        own = seats.sampling
-        seeds[:], temperature[:] = own.seeds[seat_rows], own.temperature[seat_rows]
-        top_p[:], min_p[:], top_k[:] = own.top_p[seat_rows], own.min_p[seat_rows], own.top_k[seat_rows]
-        samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
-        sampling_seats[:] = seats.capacity
-        sampling_seats[rows[samples]] = seat_rows[rows[samples]]
-        contexts[:] = firsts[:] = 0
-        contexts[rows] = [chunk.start + chunk.length for chunk in chunks]
-        firsts[rows] = first_new
-        # Padding rows own nothing, but for the one token of each decode row.
-        query_starts[: shape.decode_rows + 1] = np.arange(shape.decode_rows + 1)
-        lengths = np.zeros(shape.prefill_rows, dtype=np.int32)
-        lengths[: count - num_decodes] = [chunk.length for chunk in plan.prefills]
-        query_starts[shape.decode_rows + 1 :] = shape.decode_rows + np.cumsum(lengths)
-        new_counts = np.zeros(shape.rows, dtype=np.int32)
-        new_counts[rows] = np.diff(new_ends, prepend=0)
-        starts[0] = 0
-        np.cumsum(new_counts, out=starts[1:])
-        ids[:] = 0
-        ids[:num_decodes] = [_decode_id(request.token_ids, start) for request, start, _, _ in plan.decodes]
-        prefill_ids: list[int] = []
-        for request, start, length, _ in plan.prefills:
-            prefill_ids += request.token_ids[start : start + length]
-        ids[shape.decode_rows : shape.decode_rows + len(prefill_ids)] = prefill_ids
-        flat[fixed:].view(np.int32)[:] = new_blocks
-        return host, rows[samples]
+    Also returns ``[n]``: which of the shape's rows sample what the plan's ``n`` sampling chunks ask for.
+    """
+    chunks, taken = plan.chunks, seats.take(plan.chunks)
+    num_decodes, count = len(plan.decodes), len(chunks)
+    new_blocks: list[int] = []
+    first_new, new_ends = [], []
+    for chunk, seat in zip(chunks, taken, strict=True):
+        first_new.append(seat.num_blocks)
+        table = chunk.request.block_table
+        if len(table) > seat.num_blocks:
+            new_blocks += table[seat.num_blocks :]
+            seat.num_blocks = len(table)
+        new_ends.append(len(new_blocks))
+
+    packing = _packing(shape)
+    fixed = packing.num_bytes
+    host = host_buffer(fixed + 4 * len(new_blocks), device)
+    flat = host.numpy()
+    seeds, sampling_seats, *fields = packing.arrays(flat)
+    temperature, top_p, min_p, top_k, seat_rows, contexts, firsts, query_starts, starts, ids = fields
+    rows = np.arange(count)  # of the shape, one a chunk
+    rows[num_decodes:] += shape.decode_rows - num_decodes
+    seat_rows[:] = seats.capacity
+    seat_rows[rows] = [seat.index for seat in taken]
+    own = seats.sampling
+    seeds[:], temperature[:] = own.seeds[seat_rows], own.temperature[seat_rows]
+    top_p[:], min_p[:], top_k[:] = own.top_p[seat_rows], own.min_p[seat_rows], own.top_k[seat_rows]
+    samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
+    sampling_seats[:] = seats.capacity
+    sampling_seats[rows[samples]] = seat_rows[rows[samples]]
+    contexts[:] = firsts[:] = 0
+    contexts[rows] = [chunk.start + chunk.length for chunk in chunks]
+    firsts[rows] = first_new
+    # Padding rows own nothing, but for the one token of each decode row.
+    query_starts[: shape.decode_rows + 1] = np.arange(shape.decode_rows + 1)
+    lengths = np.zeros(shape.prefill_rows, dtype=np.int32)
+    lengths[: count - num_decodes] = [chunk.length for chunk in plan.prefills]
+    query_starts[shape.decode_rows + 1 :] = shape.decode_rows + np.cumsum(lengths)
+    new_counts = np.zeros(shape.rows, dtype=np.int32)
+    new_counts[rows] = np.diff(new_ends, prepend=0)
+    starts[0] = 0
+    np.cumsum(new_counts, out=starts[1:])
+    ids[:] = 0
+    ids[:num_decodes] = [_decode_id(request.token_ids, start) for request, start, _, _ in plan.decodes]
+    prefill_ids: list[int] = []
+    for request, start, length, _ in plan.prefills:
+        prefill_ids += request.token_ids[start : start + length]
+    ids[shape.decode_rows : shape.decode_rows + len(prefill_ids)] = prefill_ids
+    flat[fixed:].view(np.int32)[:] = new_blocks
+    return host, rows[samples]
 
 
 def _decode_id(token_ids: list[int], position: int) -> int:

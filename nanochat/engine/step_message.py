@@ -25,7 +25,7 @@ class RecordedStep:
 
     shape: StepShape
     inputs: np.ndarray
-    """``[n]`` uint8, as `StepInputs.pack` made them."""
+    """``[n]`` uint8, as `pack_step` made them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ from nanochat.kernels.triton_utils import INTERPRETED, DeviceInfo
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="under the interpreter nothing is compiled")
 
-SHARED_KB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
+SHARED_KB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory a program may use, by compute capability."""
 MAX_STACK_BYTES = 512
 """Of a thread: room for registers that did not fit."""
