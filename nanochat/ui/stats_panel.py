@@ -196,7 +196,9 @@ def _map_lines(
     found = blocks.cells(snapshot.block_map, snapshot.slots, width * height, history.lost)
     mark = "■" if numbers is None else "1"
     unit = f"{mark} = {fmt.plural(size, 'block')}" if width >= WIDE else f"{mark} = {size}"
-    return [*blocks.draw(found, width, numbers), _label(f"{unit}  ▣ shared  □ cached").truncate(width)]
+    gap = "  " if width >= WIDE else " "
+    legend = gap.join((unit, "▣ shared", "□ cached"))
+    return [*blocks.draw(found, width, numbers), _label(legend).truncate(width)]
 
 
 def _counter_lines(stats: EngineStats, history: History, width: int) -> list[Content]:

@@ -65,6 +65,12 @@ def test_the_panel_shows_its_figures() -> None:
     assert " 1 prefill 43 %  1,183   41 ms   118" in text
 
 
+@pytest.mark.parametrize("width", [25, 33, 34])
+def test_the_maps_legend_is_whole(width: int) -> None:
+    lines = [line.plain for line in panel(snapshot(), History(), width, 31)]
+    assert any(line.endswith("▣ shared  □ cached") or line.endswith("▣ shared □ cached") for line in lines)
+
+
 def test_many_chats_leave_room_for_the_rest() -> None:
     many = snapshot(30)
     lines = [line.plain for line in panel(many, History(), 36, 31)]
