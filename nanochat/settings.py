@@ -9,6 +9,7 @@ default.
 from __future__ import annotations
 
 import dataclasses
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -84,6 +85,11 @@ class Settings:
     def sampling_params(self, defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> SamplingParams:
         """The model's recommendation under the file's under the command line's."""
         return SamplingParams(**{**defaults, **self.sampling, **overrides})
+
+
+def user_path(written: str) -> Path:
+    """A path as people write it: ``~`` is their home folder. One of an unknown user's stays as it is."""
+    return Path(os.path.expanduser(written))
 
 
 def default_config_file() -> Path:

@@ -141,12 +141,12 @@ def grow_answer(connection: Connection, growth: Growth) -> None:
     )
 
 
-def resume_answer(connection: Connection, message_id: int, session_id: int) -> None:
-    """An answer that had ended goes on."""
+def resume_answer(connection: Connection, message_id: int, session_id: int, model: str) -> None:
+    """An answer that had ended goes on; or one that streams is now known to be by this model."""
     cursor = connection.execute(
-        "UPDATE messages SET state = 'streaming', session_id = ?, finish_reason = NULL, error = NULL, "
+        "UPDATE messages SET state = 'streaming', session_id = ?, model = ?, finish_reason = NULL, error = NULL, "
         "finished_at = NULL WHERE id = ? AND role = 'assistant'",
-        (session_id, message_id),
+        (session_id, model, message_id),
     )
     _require(cursor, "answer")
 

@@ -250,7 +250,7 @@ def explain(error: Exception, path: Path | None) -> HistoryError:
     if code == sqlite3.SQLITE_CONSTRAINT:
         return HistoryError(
             "A change to a chat could not be saved: the chat, or the message that it follows, was deleted "
-            "in another window. Fork the chat to keep it."
+            "in another window. /copy all still takes what this window shows."
         )
     if isinstance(error, OSError):
         reason = error.strerror or str(error)
@@ -280,5 +280,5 @@ def require_sqlite() -> None:
         needed = ".".join(map(str, MIN_SQLITE))
         raise HistoryError(
             f"Saving chats needs SQLite {needed} or newer, and this Python has {sqlite3.sqlite_version}. "
-            "Use a newer Python; until then chats are kept in memory only."
+            "Use a newer Python."
         )

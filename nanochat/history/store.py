@@ -287,9 +287,9 @@ class History:
         )
         self._writer.submit(finish)
 
-    def resume_answer(self, message_id: int) -> None:
-        """An answer that was interrupted streams again, after the text that it has."""
-        self._submit(changes.resume_answer, message_id, self._sessions.own_id)
+    def resume_answer(self, message_id: int, model: str) -> None:
+        """An answer that was interrupted, or that waited for its model, streams after the text that it has."""
+        self._submit(changes.resume_answer, message_id, self._sessions.own_id, storable_text(model))
 
     def delete_message(self, message_id: int) -> None:
         """Delete a message and all that follow it."""

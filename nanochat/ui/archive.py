@@ -111,14 +111,14 @@ class Archive:
 
     def keep(self, chat: Chat) -> None:
         """Save a chat as it is now. A chat is created when it has its first message."""
-        if chat.live is not None and chat.id not in self._live:
-            partial = chat.live.partial
-            self._live[chat.id] = live = _Live(chat.live)
-            if partial is not None:
-                live.texts.append(partial.text)
-                live.token_ids += partial.token_ids
-                if chat.live.store_id is not None:
-                    self._do(lambda history: history.resume_answer(_id(chat.live)))
+        if (message := chat.live) is not None:
+            if chat.id not in self._live:
+                self._live[chat.id] = live = _Live(message)
+                if message.partial is not None:
+                    live.texts.append(message.partial.text)
+                    live.token_ids += message.partial.token_ids
+            if message.store_id is not None:
+                self._do(lambda history: history.resume_answer(_id(message), message.model))
         self._do(lambda history: self._keep(history, chat))
 
     def configure(self, chat: Chat) -> None:
@@ -237,8 +237,8 @@ class Archive:
                 if history is None:
                     raise HistoryError("The chat history isn't open yet; try again in a moment.")
                 result = ask(history)
-            except HistoryError as error:
-                result = error
+            except Exception as error:  # whatever it is, who waits for the result must hear of it
+                result = HistoryError(_sentence(error))
             if done is not None:
                 done(result)
 
@@ -247,10 +247,11 @@ class Archive:
     # Parts
 
     def _do(self, change: Callable[[History], object]) -> None:
-        if self._history is None:
+        history = self._history  # once: when a signal ends the app, another thread takes it away
+        if history is None:
             return
         try:
-            change(self._history)
+            change(history)
         except HistoryError as error:
             self._post(HistoryTroubled(str(error)))
 
@@ -266,7 +267,7 @@ class Archive:
         added = [message for message in chat.messages() if message.store_id is None]
         for message in added:
             self._add(history, chat, message)
-        if len(added) > 2:  # more than a turn: branches too, and the newest need not be the chosen one
+        if added:  # among several, the newest need not be the chosen one; or the path turns off further up
             self.chose(chat.path[-1])
 
     def _add(self, history: History, chat: Chat, message: Message) -> None:
@@ -317,7 +318,7 @@ def _in_memory() -> History | None:
 
 def _sentence(error: Exception) -> str:
     if not isinstance(error, HistoryError):
-        logger.error("opening the history failed", exc_info=error)
+        logger.error("using the history failed", exc_info=error)
         return f"The chat history can't be used because of an internal error ({type(error).__name__})."
     return str(error)
 

@@ -169,9 +169,10 @@ class Bridge:
             self._stopping.add(chat_id)
 
     def forget(self, chat_id: int) -> None:
-        """The chat was closed: end its answer and drop what is kept for it."""
-        self.stop(chat_id)
-        self._live.pop(chat_id, None)
+        """The chat was closed: end its answer, of which what has come is kept, and drop the rest."""
+        if (live := self._live.pop(chat_id, None)) is not None:
+            self._take(chat_id, live)
+            live.handle.cancel()
         self._contexts.forget(chat_id)
 
     def request_ids(self) -> dict[int, int]:
@@ -224,32 +225,23 @@ class Bridge:
 
     def _submit_prompts(self) -> None:
         """Runs on the submitting thread, a daemon that ends with the process or when it is released."""
-        while True:
-            prompt = self._prompts.get()
-            if prompt is None:
-                return
+        while (prompt := self._prompts.get()) is not None:
             try:
-                prepared = self._contexts.prepare(prompt)
-                handle = self.engine.submit(prepared.token_ids, self.sampling_params(prompt.sampling))
-            except PromptTooLong as error:
-                limit = self.engine.max_model_len
-                offer = self._contexts.drop_offer(prompt, limit)
-                self._post(AnswerRefused(prompt.chat_id, str(error), offer))
+                self._post(self._submitted(prompt))
             except NanochatError as error:
                 self._post(AnswerRefused(prompt.chat_id, str(error)))
             except Exception as error:  # a chat template may raise anything; the chat must hear of it
                 logger.exception("submitting failed")
-                kind = type(error).__name__
-                self._post(
-                    AnswerRefused(prompt.chat_id, f"The prompt could not be prepared ({kind}: {error}).")
-                )
-            else:
-                self._post(
-                    AnswerStarted(
-                        prompt.chat_id,
-                        handle,
-                        self.reasoning_tags,
-                        prepared.opens_reasoning,
-                        prepared.partial,
-                    )
-                )
+                problem = f"The prompt could not be prepared ({type(error).__name__}: {error})."
+                self._post(AnswerRefused(prompt.chat_id, problem))
+
+    def _submitted(self, prompt: Prompt) -> AnswerStarted | AnswerRefused:
+        prepared = self._contexts.prepare(prompt)
+        try:
+            handle = self.engine.submit(prepared.token_ids, self.sampling_params(prompt.sampling))
+        except PromptTooLong as error:
+            offer = self._contexts.drop_offer(prompt, self.engine.max_model_len)
+            return AnswerRefused(prompt.chat_id, str(error), offer)
+        return AnswerStarted(
+            prompt.chat_id, handle, self.reasoning_tags, prepared.opens_reasoning, prepared.partial
+        )

@@ -57,6 +57,8 @@ class Message:
     """What stood there when the answer now running was continued."""
     is_interrupted: bool = False
     """Whether the app ended before the answer did."""
+    is_elsewhere: bool = False
+    """Whether another nanochat was still writing the answer when it was read."""
     enable_thinking: bool | None = None
     """What the template was told about thinking when an answer began."""
     model: str = ""
@@ -81,7 +83,9 @@ class Message:
     @property
     def can_continue(self) -> bool:
         """Whether an answer has ended before its natural end, and nothing else is wrong with it."""
-        return self.output is not None and self.output.finish_reason in ("cancelled", "length")
+        if self.output is None or self.is_elsewhere:
+            return False
+        return self.output.finish_reason in ("cancelled", "length")
 
     @property
     def branch(self) -> tuple[int, int]:
@@ -190,6 +194,7 @@ class Chat:
             self.title = title_from(text)
         if self.editing is not None and self.editing.parent is not None:
             before = self.editing.parent
+            self.choose(before)  # another branch may have been looked at meanwhile
         else:
             before = self.path[-1] if self.root.children else self.root
         self.editing = None
@@ -240,6 +245,8 @@ class Chat:
                 question.remove()
                 if before is not None and before.children:
                     self.editing = before.children[before.chosen]
+                elif before is self.root and self.title == title_from(text):
+                    self.title = NEW_TITLE
         self._rest()
         return text, gone
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +16,7 @@ from nanochat.errors import HistoryError
 from nanochat.history import History
 from nanochat.history.transfer import MAX_FILE_BYTES
 from nanochat.sanitize import sanitize_line
+from nanochat.settings import user_path
 from nanochat.ui.chat import Chat
 from nanochat.ui.chat_screen import ChatScreen
 from nanochat.ui.restoring import restored_chat
@@ -41,7 +44,7 @@ def parse_target(argument: str) -> Target | None:
     written = rest.strip() if format is not None else argument.strip()
     if not written:
         return Target(format or "md", None)
-    file = Path(written).expanduser()
+    file = user_path(written)
     by_name = _FORMATS.get(file.suffix.lower().removeprefix("."))
     if format is None and by_name is None:
         return None
@@ -54,13 +57,10 @@ def file_stem(title: str, now: datetime) -> str:
     return "-".join([*words, f"{now:%Y-%m-%d}"])[:80]
 
 
-def free_file(folder: Path, stem: str, suffix: str) -> Path:
-    """A file that isn't there yet: ``stem.md``, ``stem-2.md``, …"""
-    file, number = folder / f"{stem}{suffix}", 1
-    while file.exists():
-        number += 1
-        file = folder / f"{stem}-{number}{suffix}"
-    return file
+def candidates(folder: Path, stem: str, suffix: str) -> Iterator[Path]:
+    """Files to write to, if they aren't there yet: ``stem.md``, ``stem-2.md``, …"""
+    yield folder / f"{stem}{suffix}"
+    yield from (folder / f"{stem}-{number}{suffix}" for number in itertools.count(2))
 
 
 def documents_folder() -> Path:
@@ -71,22 +71,24 @@ def documents_folder() -> Path:
     return documents if documents.is_dir() else Path.home()
 
 
-def export(history: History, store_id: int, format: Format, file: Path) -> Path:
-    """Write a saved chat; never over another file.
+def export(history: History, store_id: int, format: Format, files: Iterable[Path]) -> Path:
+    """Write a saved chat to the first of these files that isn't there yet; returns which.
 
     Raises:
         HistoryError: it can't be read or written.
     """
     text = history.export_markdown(store_id) if format == "md" else history.export_json(store_id)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-    except OSError as error:
-        if isinstance(error, FileExistsError) and file.exists():
-            raise HistoryError(f"{file} is already there; give another name.") from None
-        raise HistoryError(f"The chat can't be written to {file}: {error.strerror or error}.") from None
-    return file
+    for file in files:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("x", encoding="utf-8") as stream:
+                stream.write(text)
+        except OSError as error:
+            if isinstance(error, FileExistsError) and file.parent.is_dir():
+                continue
+            raise HistoryError(f"The chat can't be written to {file}: {error.strerror or error}.") from None
+        return file
+    raise HistoryError(f"{file} is already there; give another name.")
 
 
 def import_from(history: History, file: Path) -> Chat:
@@ -129,11 +131,12 @@ class FileActions(ChatScreen):
         else:
             app: NanochatApp = self.app  # type: ignore[assignment]
             chosen = app.look.export_folder
-            folder = Path(chosen).expanduser() if chosen else documents_folder()
+            folder = user_path(chosen) if chosen else documents_folder()
             stem = file_stem(chat.title, datetime.now())
-            file = target.file or free_file(folder, stem, f".{target.format}")
+            named = [target.file] if target.file is not None else None
+            files = named or candidates(folder, stem, f".{target.format}")
             self.archive.read(
-                lambda history: export(history, store_id, target.format, file.absolute()),
+                lambda history: export(history, store_id, target.format, (file.absolute() for file in files)),
                 lambda result: self.post_message(self.Exported(result)),
             )
 
@@ -148,7 +151,7 @@ class FileActions(ChatScreen):
         if not argument:
             self.notify("/import followed by a file opens a chat that was exported as JSON.")
             return
-        file = Path(argument).expanduser().absolute()
+        file = user_path(argument).absolute()
         self.archive.read(
             lambda history: import_from(history, file),
             lambda result: self.post_message(self.Imported(result)),
@@ -158,4 +161,4 @@ class FileActions(ChatScreen):
         if isinstance(event.result, HistoryError):
             self.notify(sanitize_line(str(event.result), 600), severity="error", markup=False)
         else:
-            await self.open_chat(event.result)
+            await self.open_restored(event.result)

@@ -33,7 +33,9 @@ def shown_text(text: str) -> Content:
     return content + Content.styled(f"\n… {fmt.count(rest)} more characters", "$muted") if rest else content
 
 
-def answer_footer(output: RequestOutput, *, is_interrupted: bool = False) -> Content:
+def answer_footer(
+    output: RequestOutput, *, is_interrupted: bool = False, is_elsewhere: bool = False
+) -> Content:
     """What a finished answer cost, and how it ended if it didn't end by itself."""
     metrics = output.metrics
     cached = f" ({fmt.count(metrics.cached_tokens)} cached)" if metrics.cached_tokens else ""
@@ -46,7 +48,9 @@ def answer_footer(output: RequestOutput, *, is_interrupted: bool = False) -> Con
     ]
     contents = [Content(part) for part in parts if part]
     ending = "interrupted" if is_interrupted else _ENDINGS.get(output.finish_reason)
-    if ending:
+    if is_elsewhere:
+        contents.append(Content.styled("another nanochat was still writing this", "$warning"))
+    elif ending:
         contents.append(Content.styled(ending, "$error" if output.finish_reason == "error" else "$warning"))
     if is_interrupted:
         contents.append(Content.from_markup("[@click=screen.do('continue')]continue (/continue)[/]"))
@@ -210,7 +214,11 @@ class AnswerMessage(Vertical):
         """Bring the line below the text up to date."""
         output = self.message.output
         if output is not None:
-            footer = answer_footer(output, is_interrupted=self.message.is_interrupted)
+            footer = answer_footer(
+                output,
+                is_interrupted=self.message.is_interrupted,
+                is_elsewhere=self.message.is_elsewhere,
+            )
         elif self.message is self._chat.live:
             footer = live_footer(self._chat, self.message.answer.num_tokens)
         else:

@@ -78,18 +78,26 @@ class PaneScreen(Screen[None]):
         self.workspace.show(chat)
         self.show_active()
 
+    async def open_restored(self, chat: Chat) -> None:
+        """Open a chat that was read from the history."""
+        self._mark_reasoning(chat)
+        self.archive.loaded(chat)
+        await self.open_chat(chat)
+
     async def restore(self, opened: HistoryOpened) -> None:
         """The history is open: bring the last session's tabs back, and save what has been said meanwhile."""
         self.archive.adopt(opened)
         early = list(self.workspace.chats)
-        is_untouched = len(early) == 1 and not early[0].root.children and not self.pane(early[0]).has_draft
         for chat in opened.tabs:
             self._mark_reasoning(chat)
             self.workspace.add(chat)
             await self._add_pane(chat)
         self.workspace.reorder([chat.id for chat in opened.tabs])
-        if opened.tabs and is_untouched:
-            first = early[0]
+        first = early[0]
+        is_untouched = (
+            first in self.workspace.chats and not first.root.children and not self.pane(first).has_draft
+        )
+        if opened.tabs and len(early) == 1 and is_untouched:
             self.workspace.show(opened.in_view or opened.tabs[-1])
             self.workspace.close(first)
             await self.remove_pane(first)
@@ -122,9 +130,9 @@ class PaneScreen(Screen[None]):
 
     async def remove_pane(self, chat: Chat) -> None:
         """The workspace has closed a chat."""
-        self.archive.left(chat)
         if self.bridge is not None:
             self.bridge.forget(chat.id)
+        self.archive.left(chat)
         self._tab_bar.take_away(chat.id)
         self.show_active()
         await self._panes.pop(chat.id).remove()

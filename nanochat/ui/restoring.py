@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, get_args
 
 from nanochat.engine.config import SamplingParams
 from nanochat.engine.outputs import RequestMetrics, RequestOutput
 from nanochat.engine.request import FinishReason
+from nanochat.errors import InvalidOption
 from nanochat.history import records
 from nanochat.sanitize import sanitize, sanitize_line
+from nanochat.settings import SAMPLING_OPTIONS
 from nanochat.ui.chat import Chat, Message, Note
 
-_SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _METRICS = frozenset(field.name for field in dataclasses.fields(RequestMetrics))
 
 
@@ -51,7 +53,7 @@ def restored_chat(record: records.Chat, messages: Sequence[records.Message]) -> 
     chat = Chat(
         system=record.system,
         title=sanitize_line(record.title) or "Untitled",
-        sampling={name: _setting(value) for name, value in record.sampling.items() if name in _SAMPLING},
+        sampling=_usable(record.sampling),
         started=datetime.fromtimestamp(record.created_at).astimezone(),
         dropped_turns=record.dropped_turns,
         enable_thinking=_flag(record.sampling.get("enable_thinking")),
@@ -77,7 +79,8 @@ def _restored_message(saved: records.Message) -> Message:
     if saved.role == "user":
         return message
     message.text = ""
-    message.is_interrupted = saved.state in ("interrupted", "streaming")
+    message.is_interrupted = saved.state == "interrupted"
+    message.is_elsewhere = saved.state == "streaming"
     message.enable_thinking = _flag(saved.metrics.get("enable_thinking"))
     tags = saved.metrics.get("reasoning_tags")
     if (
@@ -130,8 +133,14 @@ def _flag(value: object) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-def _setting(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _usable(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a chat's settings as saved, those that can work."""
+    usable: dict[str, Any] = {}
+    for name in SAMPLING_OPTIONS:
+        if name in sampling:
+            with suppress(InvalidOption):
+                usable[name] = getattr(SamplingParams(**{name: sampling[name]}), name)
+    return usable
 
 
 def joined_outputs(partial: RequestOutput, rest: RequestOutput) -> RequestOutput:

@@ -185,9 +185,7 @@ class TabScreen(ChatScreen):
         if any(other.store_id == chat.store_id for other in self.workspace.chats):  # asked for twice
             self.open_saved(event.found)
             return
-        self._mark_reasoning(chat)
-        self.archive.loaded(chat)
-        await self.open_chat(chat)
+        await self.open_restored(chat)
         self._show_found(chat, event.found)
 
     def _show_found(self, chat: Chat, found: Found) -> None:
@@ -201,6 +199,8 @@ class TabScreen(ChatScreen):
             self.pane(chat).show_path(message)
         else:
             self._show(chat)
+            if message is not None:
+                self.notify("The message is on another branch; stop the answer (Esc), then open it again.")
 
     def on_tab_bar_picked(self, event: TabBar.Picked) -> None:
         if (chat := self.workspace.find(event.chat_id)) is not None:

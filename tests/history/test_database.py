@@ -364,7 +364,7 @@ history.close()
         with History(saved, report=problems.append) as history:
             history.create_chat("before")
             for refused in (123, 124):
-                history.resume_answer(refused)
+                history.resume_answer(refused, "m")
             history.create_chat("after")
             assert [chat.title for chat in history.list_chats()] == ["after", "before", "Chat"]
         assert [str(problem) for problem in problems] == [

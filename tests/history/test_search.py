@@ -79,7 +79,7 @@ def test_edited_and_deleted_text_is_found_no_more(history: History) -> None:
         history.finish_answer(message_id, text=f"{text} 火山", token_ids=[], finish_reason="stop")
     assert history.search("first") == []
     assert len(history.search("second 火山")) == 1
-    history.resume_answer(message_id)
+    history.resume_answer(message_id, "m")
     assert history.search("second") == []
     history.delete_message(message_id)
     assert history.search("火山") == []

@@ -228,7 +228,7 @@ class TestStreaming:
             message = history.path(chat_id)[0]
             assert (message.state, message.text, message.token_ids) == ("interrupted", "half a sent", (5, 6))
             assert [hit.message_id for hit in history.search("half")] == [message_id]
-            history.resume_answer(message_id)
+            history.resume_answer(message_id, "m")
             history.grow_answer(message_id, "ence", [7])
             message = history.path(chat_id)[0]
             assert (message.state, message.text, message.token_ids) == (
@@ -244,7 +244,7 @@ class TestStreaming:
             history.grow_answer(message_id, "first ", [1])
             history.finish_answer(message_id, text="whole ", token_ids=[1, 2], finish_reason="cancelled")
             history.grow_answer(message_id, "too late ", [8])
-            history.resume_answer(message_id)
+            history.resume_answer(message_id, "m")
             history.grow_answer(message_id, "more", [3])
             assert history.path(chat_id)[0].text == "whole more"
             assert history.path(chat_id)[0].token_ids == (1, 2, 3)

@@ -29,6 +29,17 @@ def test_an_edited_message_is_a_branch_beside_the_old_one() -> None:
     assert len(list(chat.messages())) == 6
 
 
+def test_an_edit_goes_to_its_own_branch_whichever_is_looked_at_meanwhile() -> None:
+    chat = answered(Chat(), ("q1", "a1"), ("q2", "a2"))
+    chat.editing = chat.path[0]
+    answered(chat, ("other", "b1"))
+    chat.choose_branch(chat.path[0], -1)
+    chat.editing = chat.path[2]
+    chat.choose_branch(chat.path[0], 1)
+    answered(chat, ("q2 edited", "a3"))
+    assert texts(chat) == ["q1", "a1", "q2 edited", "a3"]
+
+
 def test_a_refused_edit_leaves_the_old_branch_and_can_be_tried_again() -> None:
     chat = answered(Chat(), ("q1", "a1"))
     chat.editing = old = chat.path[0]
@@ -188,3 +199,23 @@ def test_messages_come_parents_first() -> None:
         assert message.parent in seen
         seen.add(message)
     assert len(seen) == 6
+
+
+async def test_an_edit_sent_from_another_branch_is_in_view_after_a_restart(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "history.db"
+    async with started(tiny_llama, history=file) as driver:
+        await driver.ask("one")
+        await driver.ask("two")
+        await driver.press("f6", "f6")
+        await driver.ask(" edited")
+        await driver.press("alt+left", "f6")
+        await driver.write(" edited")
+        await driver.press("alt+right")
+        assert questions(driver) == ["one edited"]
+        await driver.press("enter")
+        await driver.until_idle()
+        assert questions(driver) == ["one", "two edited"]
+    async with started(tiny_llama, history=file) as driver:
+        assert questions(driver) == ["one", "two edited"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,8 +10,17 @@ from textual.message import Message
 
 from nanochat.engine.handle import RequestHandle
 from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput
-from nanochat.errors import InvalidOption
-from nanochat.ui.bridge import COST_FACTOR, MAX_DELTA_INTERVAL_S, AnswerEnded, AnswerGrew, Bridge
+from nanochat.errors import InvalidOption, PromptTooLong
+from nanochat.ui.bridge import (
+    COST_FACTOR,
+    MAX_DELTA_INTERVAL_S,
+    AnswerEnded,
+    AnswerGrew,
+    AnswerRefused,
+    Bridge,
+)
+from nanochat.ui.chat import Chat
+from nanochat.ui.context import Prepared
 from nanochat.ui.sampling_commands import describe, parse_setting
 
 OUTPUT = RequestOutput("ab", [1, 2], "stop", None, None, RequestMetrics())
@@ -92,14 +102,45 @@ def test_a_stop_while_submitting_cancels_as_soon_as_there_is_a_request(bridge: B
     assert cancelled == [5]
 
 
-def test_a_closed_chat_is_cancelled_and_no_longer_polled(bridge: Bridge, posted: list[Message]) -> None:
+def test_a_closed_chat_is_cancelled_and_no_longer_polled(posted: list[Message]) -> None:
+    kept: list[object] = []
+    engine: Any = IdleEngine()
+    bridge = Bridge(engine, {}, posted.append, lambda *what: kept.append(what))
     cancelled: list[int] = []
     live = handle(cancelled)
     bridge.track(1, live)
+    live.push(Event("said", (7,)))
     bridge.forget(1)
     live.push(Event("a", (1,)))
     bridge.poll()
     assert (cancelled, posted) == ([5], [])
+    assert kept == [(1, "said", [7])]
+
+
+def test_whatever_goes_wrong_while_submitting_is_told_and_the_next_prompt_is_taken(
+    bridge: Bridge, posted: list[Message], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PromptTooLong("too long")
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("in the template")
+
+    monkeypatch.setattr(bridge.engine, "submit", refuse, raising=False)
+    monkeypatch.setattr(bridge.engine, "max_model_len", 10, raising=False)
+    monkeypatch.setattr(bridge._contexts, "prepare", lambda prompt: Prepared([1], False, None))
+    monkeypatch.setattr(bridge._contexts, "drop_offer", fail)
+    for number in (1, 2):
+        chat = Chat()
+        chat.ask("Hello")
+        bridge.submit(chat)
+        end_s = time.monotonic() + 10
+        while len(posted) < number and time.monotonic() < end_s:
+            time.sleep(0.01)
+        refused = posted[number - 1]
+        assert isinstance(refused, AnswerRefused)
+        assert "in the template" in refused.error
+        assert refused.chat_id == chat.id
 
 
 def test_settings_are_layered(bridge: Bridge) -> None:

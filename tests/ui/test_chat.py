@@ -46,6 +46,14 @@ def test_a_withdrawn_question_leaves_no_trace() -> None:
     assert not chat.is_busy
 
 
+@pytest.mark.parametrize("title", [NEW_TITLE, "Mine"])
+def test_a_withdrawn_first_question_takes_its_title_along(title: str) -> None:
+    chat = Chat(title=title)
+    chat.ask("too long")
+    chat.withdraw()
+    assert chat.title == title
+
+
 def test_withdrawing_a_second_answer_keeps_the_question_and_the_first() -> None:
     chat = answered(Chat(), ("q1", "a1"))
     chat.begin_answer(chat.path[0])

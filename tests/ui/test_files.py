@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from datetime import datetime
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanochat.settings import AppSettings
-from nanochat.ui.file_actions import Target, file_stem, free_file, parse_target
+from nanochat.ui.file_actions import Target, candidates, file_stem, parse_target
 from tests.ui.driver import started
 
 
@@ -34,10 +35,8 @@ def test_targets(argument: str, target: Target | None) -> None:
 def test_a_file_is_named_after_its_chat(tmp_path: Path) -> None:
     stem = file_stem("../Trip to: Hawaï …", datetime(2026, 11, 30))
     assert stem == "trip-to-hawaï-2026-11-30"
-    for name in ("trip.md", "trip-2.md", "trip-3.md"):
-        file = free_file(tmp_path, "trip", ".md")
-        assert file.name == name
-        file.touch()
+    names = [file.name for file in itertools.islice(candidates(tmp_path, "trip", ".md"), 3)]
+    assert names == ["trip.md", "trip-2.md", "trip-3.md"]
 
 
 async def test_a_chat_is_exported_and_comes_back_with_its_branches(tiny_llama: Path, tmp_path: Path) -> None:
@@ -52,7 +51,9 @@ async def test_a_chat_is_exported_and_comes_back_with_its_branches(tiny_llama: P
         first, second = (child.output.text for child in driver.chat.path[0].children)
         await driver.say("/export")
         await driver.until_told("hello-there-")
-        (markdown,) = (tmp_path / "out").glob("*.md")
+        await driver.say("/export")
+        await driver.until_told("-2.md")
+        markdown, _ = sorted((tmp_path / "out").glob("*.md"), key=lambda file: len(file.name))
         text = markdown.read_text(encoding="utf-8")
         assert "## You\n\nHello there" in text
         file = tmp_path / "my chat.json"
@@ -79,9 +80,27 @@ async def test_what_cannot_be_exported_or_imported_is_told(tiny_llama: Path, tmp
             (f"/export {tmp_path / 'file' / 'x.md'}", "can't be written"),
             (f"/import {tmp_path / 'none.json'}", "can't be read"),
             (f"/import {tmp_path}", "can't be read"),
+            ("/import ~nosuchuser/x.json", "can't be read"),
+            (f"/export {tmp_path / ('x' * 300)}.md", "can't be written"),
             (f"/import {tmp_path / 'file'}", "must be a JSON object"),
             ("/import", "/import followed by a file"),
         ):
             await driver.say(command)
             await driver.until_told(told)
         assert len(driver.app.main_screen.workspace.chats) == 1
+
+
+async def test_settings_of_a_file_that_cannot_work_are_left_out(tiny_llama: Path, tmp_path: Path) -> None:
+    async with started(tiny_llama) as driver:
+        await driver.ask("Hello")
+        file = tmp_path / "chat.json"
+        await driver.say(f"/export {file}")
+        await driver.until(lambda: file.exists() and file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
+        content["sampling"] = {"temperature": "hot", "stop": None, "logprobs": 5, "top_k": 3, "seed": 1.5}
+        file.write_text(json.dumps(content), encoding="utf-8")
+        await driver.say(f"/import {file}")
+        await driver.until(lambda: len(driver.app.main_screen.workspace.chats) == 2)
+        assert driver.chat.sampling == {"top_k": 3}
+        await driver.press("f7")
+        await driver.until_seen("Settings of this chat")

@@ -104,6 +104,18 @@ class TestSaving:
             assert driver.chat.store_id is None
         assert saved_paths(file) == {}
 
+    async def test_an_early_question_is_answered_and_saved_by_the_model_that_came(
+        self, tiny_llama: Path, file: Path
+    ) -> None:
+        async with started(tiny_llama, history=file, hold=True) as driver:
+            await driver.say("Early")
+            driver.load()
+            await driver.until_ready()
+            await driver.until_idle()
+        question, answer = saved_paths(file)["Early"]
+        assert (question.text, answer.state) == ("Early", "complete")
+        assert "tiny-llama" in answer.model
+
     async def test_settings_and_titles_are_saved(self, tiny_llama: Path, file: Path) -> None:
         async with started(tiny_llama, history=file) as driver:
             await driver.ask("Hello")
@@ -386,3 +398,24 @@ async def test_two_instances_at_once_keep_their_own_chats(tiny_llama: Path, file
         assert all(message.state == "complete" for message in paths[f"{name} 0"])
     async with started(tiny_llama, history=file) as driver:
         assert tabs(driver) == ["one 0", "other 0"]
+
+
+async def test_an_answer_that_another_instance_is_writing_is_left_to_it(
+    tiny_llama: Path, long_llama: Path, file: Path
+) -> None:
+    async with started(long_llama, history=file, sampling=ENDLESS, **LONG) as one:
+        await one.say("Go")
+        await streaming(one)
+        async with started(tiny_llama, history=file) as other:
+            await other.say("/search Go")
+            await other.until_seen("newest first")
+            await other.press("enter")
+            await other.until(lambda: other.chat.title == "Go")
+            await other.until_seen("another nanochat was still writing this")
+            await other.say("/continue")
+            await other.until_told("nothing to continue")
+            assert not other.chat.is_busy
+        await one.press("escape")
+        await one.until_idle()
+        text = one.answer_text()
+    assert saved_paths(file)["Go"][1].text == text
