@@ -25,7 +25,7 @@ from textual.widgets import TextArea
 from nanochat.engine.config import EngineConfig
 from nanochat.history import default_history_file
 from nanochat.sanitize import sanitize_line
-from nanochat.settings import AppSettings, Preset, Settings
+from nanochat.settings import AppSettings, Preset, Settings, user_path
 from nanochat.stray_output import log_file
 from nanochat.ui import clipboard
 from nanochat.ui import formatting as fmt
@@ -143,15 +143,18 @@ class NanochatApp(App[None]):
         self.main_screen.show_load(LoadState(progress=event.progress))
 
     def switch_model(self, model: str) -> None:
-        """Load another model in place of the one that runs; no chat may be answering."""
-        if self._bridge is None:
+        """Load another model in place of the one that runs, or could not be loaded; no chat may be answering."""
+        before: Callable[[], object] | None = None
+        if self._bridge is not None:
+            engine, self._bridge = self._bridge.release(), None
+            self._config_before, before = self._config, engine.close
+        elif self.load_error is None:  # one is being loaded
             return
-        engine, self._bridge = self._bridge.release(), None
+        self.load_error = None
         self.main_screen.release()
-        self._config_before, config = self._config, replace(self._config, model=model)
-        self._load(config, engine.close)
+        self._load(replace(self._config, model=model), before)
 
-    def _load(self, config: EngineConfig, before: Callable[[], object]) -> None:
+    def _load(self, config: EngineConfig, before: Callable[[], object] | None = None) -> None:
         """Load on a thread, after something else; both models at once might not fit the memory."""
         self._config, self._loader = config, Loader(config, self.post_message, before)
         self._loader.start()
@@ -161,7 +164,7 @@ class NanochatApp(App[None]):
             main = self.main_screen
             main.tell(main.chat, sanitize_line(event.error, 2_000), "error")
             config, self._config_before = self._config_before, None
-            self._load(config, lambda: None)
+            self._load(config)
             return
         self.load_error = sanitize_line(event.error, 2_000)
         self.main_screen.fail(self.load_error)
@@ -226,7 +229,7 @@ class NanochatApp(App[None]):
             return
         svg = widget_svg(panel, "nanochat") if what else self.export_screenshot(title="nanochat")
         folder = path or self.look.screenshot_folder
-        file = (Path(folder).expanduser() if folder else pictures_folder()) / file_name(datetime.now())
+        file = (user_path(folder) if folder else pictures_folder()) / file_name(datetime.now())
         if (problem := save(svg, file)) is not None:
             self.notify(problem, severity="error", markup=False)
         else:

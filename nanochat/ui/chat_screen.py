@@ -116,6 +116,13 @@ class ChatScreen(PaneScreen):
             self.send(chat)
         self.show_stats()
 
+    def has_no_model(self, chat: Chat) -> bool:
+        """Whether nothing will answer because no model could be loaded; the chat is then told so."""
+        if self.load_state.error is None:
+            return False
+        self.tell(chat, sanitize_line(self.load_state.error, 1_000), "error")
+        return True
+
     # Answers
 
     def send(self, chat: Chat) -> None:

@@ -55,7 +55,8 @@ def welcome(state: LoadState, actions: Sequence[Action] = ACTIONS) -> Content:
             Content.styled("The model could not be loaded", "bold $error"),
             Content(sanitize_line(state.error, 2_000)),
         ]
-        lines += [Content(""), Content.styled(f"{find('quit', actions).key_label} quits.", "$muted")]
+        way_out = f"/model NAME loads another, {find('quit', actions).key_label} quits."
+        lines += [Content(""), Content.styled(way_out, "$muted")]
     elif state.model is None:
         progress = state.progress or Progress("Starting")
         lines.append(Content(f"{sanitize_line(progress.stage)}…"))

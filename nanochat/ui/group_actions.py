@@ -38,15 +38,19 @@ class GroupActions(SettingsActions):
         if not argument:
             which = "the marked tabs" if self.workspace.marked else f"all {len(recipients)} tabs"
             self.notify(f"/broadcast followed by a text sends it to {which}.", markup=False)
-        elif self.load_state.error is not None:
-            self.tell(self.workspace.active, sanitize_line(self.load_state.error, 1_000), "error")
-        else:
+        elif not self.has_no_model(self.workspace.active):
             free = [chat for chat in recipients if not chat.is_busy]
             for chat in free:
-                self._ask(chat, argument)
+                self._ask_beside(chat, argument)
             left_out = len(recipients) - len(free)
             note = f" {fmt.plural(left_out, 'tab')} still answering got nothing." if left_out else ""
             self.notify(f"Sent to {fmt.plural(len(free), 'tab')}.{note}", markup=False)
+
+    def _ask_beside(self, chat: Chat, text: str) -> None:
+        """Ask in a chat whose prompt this didn't come from: what is written or edited there stays as it is."""
+        editing, chat.editing = chat.editing, None
+        self._ask(chat, text)
+        chat.editing = editing
 
     # Two settings side by side
 
@@ -68,7 +72,8 @@ class GroupActions(SettingsActions):
         except InvalidOption as error:
             self.tell(chat, sanitize_line(str(error), 400), "error")
         else:
-            await self._compare(chat, sides)
+            if not self.has_no_model(chat):
+                await self._compare(chat, sides)
 
     def _side(self, written: str) -> tuple[str | None, Mapping[str, Any]]:
         """System prompt and sampling settings of a preset, or of settings as written.
@@ -119,7 +124,7 @@ class GroupActions(SettingsActions):
                 markup=False,
             )
         else:
-            self._ask(partner, text)
+            self._ask_beside(partner, text)
 
     def show_active(self) -> None:
         super().show_active()

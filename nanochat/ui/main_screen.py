@@ -45,6 +45,8 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
             await result
 
     async def on_chat_pane_prompted(self, event: ChatPane.Prompted) -> None:
+        if not self.is_open(event.pane.chat):  # its tab was closed while this was on its way
+            return
         call = parse_slash(event.text)
         if call is None:
             text = event.text
@@ -70,20 +72,18 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
 
     def ask(self, chat: Chat, text: str) -> bool:
         """Send a message; False, and the user is told, where an answer is under way or no model is there."""
-        if self.load_state.error is not None:
-            self.tell(chat, sanitize_line(self.load_state.error, 1_000), "error")
-        elif chat.is_busy:
+        if self.has_no_model(chat):
+            return False
+        if chat.is_busy:
             self.notify("This chat is still answering; Esc stops it. Your message stays in the prompt.")
-        else:
-            self._ask(chat, text)
-            self.echo(chat, text)
-            return True
-        return False
+            return False
+        self._ask(chat, text)
+        self.pane(chat).end_edit()
+        self.echo(chat, text)
+        return True
 
     def _ask(self, chat: Chat, text: str) -> None:
-        pane = self.pane(chat)
-        pane.show_turn(chat.ask(text))
-        pane.end_edit()
+        self.pane(chat).show_turn(chat.ask(text))
         self.send(chat)
 
     def action_stop(self) -> None:
@@ -99,13 +99,13 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
 
     def action_again(self) -> None:
         chat = self.chat
-        last = chat.last_answer
+        question = next((message for message in reversed(chat.path) if message.role == "user"), None)
         if chat.is_busy:
             self.notify("Stop the answer first (Esc), then ask for another one.")
-        elif last is None or last.parent is None:
+        elif question is None:
             self.notify("There is no answer yet to give again.")
-        else:
-            self.pane(chat).show_turn(chat.begin_answer(last.parent))
+        elif not self.has_no_model(chat):
+            self.pane(chat).show_turn(chat.begin_answer(question))
             self.send(chat)
 
     def action_continue(self) -> None:
@@ -113,11 +113,9 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
         chat, last = self.chat, self.chat.last_answer
         if chat.is_busy:
             self.notify("This chat is still answering.")
-        elif self.load_state.error is not None:
-            self.tell(chat, sanitize_line(self.load_state.error, 1_000), "error")
         elif last is None or not last.can_continue:
             self.notify("The last answer is complete; there is nothing to continue.")
-        else:
+        elif not self.has_no_model(chat):
             chat.continue_answer(last)
             self.pane(chat).show_path()
             self.send(chat)
@@ -133,7 +131,9 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
             self.notify("There is no message to edit yet.")
 
     def on_chat_pane_edit_wanted(self, event: ChatPane.EditWanted) -> None:
-        if event.pane.chat is self.chat:
+        if self.is_open(event.pane.chat):
+            if event.pane.chat is not self.chat:  # of two compared chats, the other one
+                self._show(event.pane.chat)
             self._edit(event.message)
 
     def _edit(self, message: Message) -> None:
@@ -148,6 +148,8 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
         chat, refusal = self.chat, self.refusals.get(self.chat.id)
         if chat.is_busy:
             self.notify("Stop the answer first (Esc), then leave out turns.")
+            return
+        if refusal is not None and self.has_no_model(chat):
             return
         if argument:
             refusal = None
@@ -172,6 +174,7 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
         elif refusal.text:
             pane.withdraw_draft(refusal.text)
             self._ask(chat, refusal.text)
+            pane.end_edit()
         else:
             self.action_again()
 
@@ -191,10 +194,10 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
     # Branches
 
     def action_previous_branch(self) -> None:
-        self._step_branch(self._last_branching, -1)
+        self._step_branch(self.chat, self._last_branching, -1)
 
     def action_next_branch(self) -> None:
-        self._step_branch(self._last_branching, 1)
+        self._step_branch(self.chat, self._last_branching, 1)
 
     @property
     def _last_branching(self) -> Message | None:
@@ -202,17 +205,18 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
         return next((message for message in reversed(self.chat.path) if message.branch[1] > 1), None)
 
     def on_chat_pane_branch_wanted(self, event: ChatPane.BranchWanted) -> None:
-        self._step_branch(event.message, event.step)
+        if self.is_open(event.pane.chat):
+            self._step_branch(event.pane.chat, event.message, event.step)
 
-    def _step_branch(self, message: Message | None, step: int) -> None:
+    def _step_branch(self, chat: Chat, message: Message | None, step: int) -> None:
         if message is None:
             return
-        if self.chat.is_busy:
+        if chat.is_busy:
             self.notify("Stop the answer first (Esc), then look at another one.")
-        elif self.chat.choose_branch(message, step) and message.parent is not None:
+        elif chat.choose_branch(message, step) and message.parent is not None:
             chosen = message.parent.children[message.parent.chosen]
             self.archive.chose(chosen)
-            self.pane(self.chat).show_path(chosen)
+            self.pane(chat).show_path(chosen)
             self.show_stats()
 
     def action_clear_chat(self) -> None:
@@ -225,6 +229,7 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
             if agreed and chat in self.workspace.chats:
                 chat.clear()
                 self.archive.cleared(chat)
+                self.forget_refusal(chat)
                 self.pane(chat).end_edit(is_given_up=True)
                 self.pane(chat).show_path()
                 self.show_stats()

@@ -129,10 +129,13 @@ class SettingsActions(ChatScreen):
 
     def action_model(self, argument: str = "") -> None:
         """Load the named model instead; without a name, say what runs."""
-        if self.bridge is None:
+        if self.bridge is None and self.load_state.error is None:
             self.notify("The model isn't loaded yet.")
         elif not argument:
-            self._describe_model(self.bridge)
+            if self.bridge is not None:
+                self._describe_model(self.bridge)
+            else:
+                self.has_no_model(self.workspace.active)
         elif self.workspace.busy:
             busy = fmt.plural(len(self.workspace.busy), "chat")
             self.notify(f"{busy} still answering; stop that first (Esc), then choose another model.")

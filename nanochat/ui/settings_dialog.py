@@ -16,7 +16,7 @@ from nanochat.engine.config import SamplingParams
 from nanochat.errors import InvalidOption
 from nanochat.sanitize import sanitize_line
 from nanochat.ui.line_input import LineInput, TextInput
-from nanochat.ui.sampling_commands import parse_value, setting_names, show_value
+from nanochat.ui.sampling_commands import HIDDEN, parse_value, setting_names, show_value
 
 if TYPE_CHECKING:
     from nanochat.settings import Preset
@@ -60,7 +60,9 @@ class SettingsDialog(ModalScreen[ChatSettings | None]):
     ) -> None:
         """``check`` raises :class:`InvalidOption` for settings that can't work."""
         super().__init__()
-        self._now, self._defaults, self._presets, self._check = now, defaults, presets, check
+        self._presets, self._check = presets, check
+        self._hidden = _hidden(now.sampling)
+        """Settings without a field, which a preset may have brought; they stay."""
         self._system = TextInput(now.system or "", placeholder="the model's own, if it has one", id="system")
         self._fields = {
             name: LineInput(
@@ -107,6 +109,7 @@ class SettingsDialog(ModalScreen[ChatSettings | None]):
             return
         if preset.system is not None:
             self._system.text = preset.system
+        self._hidden = _hidden(preset.sampling)
         for name, field_ in self._fields.items():
             field_.value = show_value(name, preset.sampling[name]) if name in preset.sampling else ""
 
@@ -124,7 +127,7 @@ class SettingsDialog(ModalScreen[ChatSettings | None]):
 
     def action_take(self) -> None:
         """Check every field; the first that can't work keeps the dialog open and is named."""
-        sampling: dict[str, Any] = {}
+        sampling = dict(self._hidden)
         for name, field_ in self._fields.items():
             written = field_.value.strip() if name != "stop" else field_.value
             if not written:
@@ -138,3 +141,7 @@ class SettingsDialog(ModalScreen[ChatSettings | None]):
                 field_.focus()
                 return
         self.dismiss(ChatSettings(self._system.text.strip() or None, sampling))
+
+
+def _hidden(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in sampling.items() if name in HIDDEN}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nanochat.settings import Preset
 from nanochat.ui.chat import Chat
-from nanochat.ui.message import AnswerMessage
+from nanochat.ui.message import AnswerMessage, BranchLabel, UserMessage
 from tests.ui.driver import ENDLESS, LONG, Driver, started
 
 
@@ -127,3 +127,43 @@ async def test_what_cannot_be_compared_is_told(tiny_llama: Path) -> None:
         assert len(chats(driver)) == 1
         await driver.say("/compare")
         await driver.until_told("Write two settings")
+
+
+async def test_a_message_from_elsewhere_leaves_an_edit_as_it_is(tiny_llama: Path) -> None:
+    async with started(tiny_llama) as driver:
+        await driver.ask("First")
+        await driver.write("draft")
+        await driver.press("f6")
+        await driver.write(" edited")
+        await driver.press("ctrl+n")
+        await driver.say("/broadcast Hello")
+        await driver.until_idle()
+        await driver.press("alt+1")
+        assert questions(driver.chat) == ["First", "Hello"]
+        assert driver.prompt.text == "First edited"
+        await driver.press("enter")
+        await driver.until_idle()
+        assert questions(driver.chat) == ["First edited"]
+        assert driver.chat.path[0].branch == (2, 2)
+        assert driver.prompt.text == "draft"
+
+
+async def test_clicks_act_on_the_side_where_they_fall(tiny_llama: Path) -> None:
+    async with started(tiny_llama) as driver:
+        await driver.ask("First")
+        await driver.say("/compare top_k=1 | top_k=2")
+        await driver.until(lambda: len(chats(driver)) == 3)
+        await driver.until_idle()
+        _, left, right = chats(driver)
+        await driver.press("ctrl+r")
+        await driver.until_idle()
+        driver.app.main_screen.set_focus(driver.app.main_screen.pane(right).prompt)
+        await driver.until(lambda: driver.chat is right)
+        widget = driver.app.main_screen.pane(left).query(AnswerMessage).last()
+        widget.query_one(BranchLabel).action_step(-1)
+        await driver.until(lambda: left.path[-1].branch == (1, 2))
+        shown = driver.app.main_screen.pane(left).query(AnswerMessage).last()
+        assert shown.message is left.path[-1]
+        driver.app.main_screen.pane(left).query_one(UserMessage).action_edit()
+        await driver.until(lambda: driver.chat is left)
+        assert driver.prompt.text == "First"

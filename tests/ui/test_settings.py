@@ -240,3 +240,56 @@ async def test_the_model_stays_while_a_chat_answers(long_llama: Path) -> None:
         await driver.say("/model default")
         await driver.until_told("1 chat still answering")
         assert driver.app.main_screen.bridge is not None
+
+
+async def test_another_model_can_be_chosen_where_one_could_not_be_loaded(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    async with started(tmp_path / "nosuch", hold=True) as driver:
+        driver.load()
+        await driver.until_seen("/model NAME loads another")
+        await driver.say("/model")
+        await driver.until(lambda: any("nosuch" in notice for notice in driver.notices()))
+        await driver.say(f"/model {tmp_path / 'neither'}")
+        await driver.until(lambda: driver.app.load_error and "neither" in driver.app.load_error)
+        await driver.say(f"/model {tiny_llama}")
+        await driver.until_ready()
+        assert await driver.ask("Hello")
+        assert driver.app.load_error is None
+
+
+async def test_without_a_model_no_answer_is_waited_for(tiny_llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "history.db"
+    async with started(tiny_llama, history=file) as driver:
+        await driver.ask("Hello")
+    async with started(tmp_path / "nosuch", history=file, hold=True) as driver:
+        driver.load()
+        await driver.until(lambda: driver.app.load_error)
+        await driver.until(lambda: driver.chat.path)
+        for command in ("/again", "/continue", "/broadcast More", "/compare top_k=1 | top_k=2", "More"):
+            told = len(driver.notices())
+            await driver.say(command)
+            await driver.until(lambda told=told: len(driver.notices()) > told)
+            assert "nosuch" in driver.notices()[-1]
+        assert len(driver.app.main_screen.workspace.chats) == 1
+        assert len(list(driver.chat.messages())) == 2
+        assert not driver.chat.is_busy
+
+
+async def test_the_dialog_keeps_what_it_has_no_field_for(tiny_llama: Path) -> None:
+    presets = {"on": Preset(None, {"ignore_eos": True}), "off": Preset(None, {"top_k": 5})}
+    async with started(tiny_llama, presets=presets) as driver:
+        await driver.say("/preset on")
+        for chosen, sampling in (
+            (None, {"ignore_eos": True}),
+            ("off", {"top_k": 5}),
+            ("on", {"ignore_eos": True}),
+        ):
+            await driver.say("/settings")
+            await driver.until(lambda: driver.app.screen.query("SelectOverlay"))
+            if chosen is not None:
+                driver.app.screen.query_one(Select).value = chosen
+            await driver.settle()
+            await driver.press("ctrl+s")
+            await driver.settle()
+            assert driver.chat.sampling == sampling
