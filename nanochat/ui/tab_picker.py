@@ -19,6 +19,8 @@ from textual.widgets import Input, Static
 
 from nanochat.ui.line_input import LineInput
 
+FRAME_ROWS = 8
+"""Rows of the screen that the list leaves free: for its frame, the hint, and what it lies on."""
 HINT = "1–9 goes there · ↑ ↓ Enter too · ← → moves it · r renames"
 
 
@@ -66,6 +68,12 @@ class TabPicker(ModalScreen[PickedTab]):
         else:
             return
         event.stop()
+        self._draw()
+
+    def on_resize(self) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
         if self.is_current and self.is_mounted:
             for shown in self.query("#tabs").results(Static):
                 shown.update(self._shown())
@@ -77,8 +85,12 @@ class TabPicker(ModalScreen[PickedTab]):
         self.dismiss(PickedTab(tuple(self._order), chat_id))
 
     def _shown(self) -> Content:
+        """As many tabs as there is room for, around the chosen one."""
+        rows = max(1, self.app.size.height - FRAME_ROWS)
+        place = self._order.index(self._chosen)
+        first = max(0, min(place - rows // 2, len(self._order) - rows))
         lines = []
-        for number, chat_id in enumerate(self._order, 1):
+        for number, chat_id in enumerate(self._order[first : first + rows], first + 1):
             is_chosen = chat_id == self._chosen
             mark = Content.styled("▸ " if is_chosen else "  ", "$accent")
             head = mark + Content.styled(f"{number:>2} ", "$muted")

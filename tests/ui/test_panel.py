@@ -68,7 +68,7 @@ def test_the_panel_shows_its_figures() -> None:
 @pytest.mark.parametrize("width", [25, 33, 34])
 def test_the_maps_legend_is_whole(width: int) -> None:
     lines = [line.plain for line in panel(snapshot(), History(), width, 31)]
-    assert any(line.endswith("▣ shared  □ cached") or line.endswith("▣ shared □ cached") for line in lines)
+    assert any(line.endswith(("▣ shared  □ cached", "▣ shared □ cached")) for line in lines)
 
 
 def test_many_chats_leave_room_for_the_rest() -> None:

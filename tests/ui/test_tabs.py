@@ -162,3 +162,17 @@ async def test_a_wish_to_see_an_older_tab_does_not_win(tiny_llama: Path) -> None
         main.action_jump(1)
         await driver.pilot.pause(0.3)
         assert driver.app.query("Tab").first().region.x == driver.app.query_one("TabBar").region.x
+
+
+async def test_the_list_of_many_tabs_shows_the_chosen_one_and_the_keys(tiny_llama: Path) -> None:
+    async with started(tiny_llama, hold=True, size=(80, 24)) as driver:
+        for _ in range(29):
+            await driver.app.main_screen.action_new_chat()
+        await driver.press("ctrl+g")
+        await driver.until_seen("▸ 30 New chat")
+        await driver.until_seen("r renames")
+        await driver.press("down")
+        await driver.until_seen("▸  1 New chat")
+        await driver.press("up", "up", "enter")
+        await driver.settle()
+        assert driver.app.main_screen.workspace.number(driver.chat) == 29
