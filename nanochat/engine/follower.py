@@ -69,6 +69,7 @@ def _follow(setup: RankSetup, reports: _Reports) -> None:
     with torch.inference_mode():
         while True:
             part.runner.follow(decode(group.receive()))
+            reports.steps += 1
 
 
 def _sentence(setup: RankSetup, error: BaseException) -> str:
@@ -96,6 +97,8 @@ class _Reports:
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self._lock = threading.Lock()
+        self.steps = 0
+        """Launched so far."""
 
     @classmethod
     def open(cls) -> tuple[BinaryIO, _Reports]:
@@ -119,4 +122,4 @@ class _Reports:
         """Tell for ever that this process lives."""
         while True:
             time.sleep(BEAT_S)
-            self.send("beat")
+            self.send("beat", steps=self.steps)

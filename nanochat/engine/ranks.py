@@ -42,6 +42,10 @@ BEAT_S = 0.5
 """How often a rank reports."""
 SILENCE_S = 6.0
 """A rank that computes is taken for dead after this; one that starts may be busy for longer."""
+STEP_S = 8.0
+"""A step that every rank has launched is taken to hang after this; longer if it has more tokens than ..."""
+STEP_TOKENS = 2048
+"""... these."""
 _CLOSE_S = 2.0
 _POLL_S = 0.05
 _REMEDY = "Load the model again, or restart nanochat."
@@ -84,6 +88,8 @@ class _Process:
         """None until it is ready to compute."""
         self.error: NanochatError | None = None
         self.heard_s = time.monotonic()
+        self.steps = 0
+        """That it has launched, when it last said so."""
         log = open_log(log_file())
         try:
             self._popen = subprocess.Popen(
@@ -114,7 +120,9 @@ class _Process:
         for line in self._popen.stdout:
             self.heard_s = time.monotonic()
             report = json.loads(line)
-            if report["event"] == "here":
+            if report["event"] == "beat":
+                self.steps = report["steps"]
+            elif report["event"] == "here":
                 self.is_here = True
             elif report["event"] == "ready":
                 self.memory = RankMemory(**report["memory"])
@@ -159,6 +167,7 @@ class Ranks:
         """Called on another thread once ``lost`` is set."""
         self._lock = threading.Lock()
         self._is_closed = False
+        self._steps_told = 0
         self._meeting = Path(tempfile.mkdtemp(prefix="nanochat-ranks-"))
         self._processes: list[_Process] = []
         try:
@@ -207,6 +216,7 @@ class Ranks:
             RankLost: they can't.
         """
         self.check()
+        self._steps_told += 1
         try:
             self.group.send(encode(step))
         except RuntimeError as error:
@@ -219,6 +229,17 @@ class Ranks:
                 if process.error is not None:
                     raise process.error
             raise RankLost(self.lost)
+
+    def check_step(self, num_tokens: int, waited_s: float) -> None:
+        """:meth:`check`, and `RankLost` if a step of so many tokens has been waited for too long.
+
+        It may wait for a rank that is still compiling, but not for devices that all have it.
+        """
+        self.check()
+        limit_s = STEP_S * max(1.0, num_tokens / STEP_TOKENS)
+        if waited_s > limit_s and all(process.steps >= self._steps_told for process in self._processes):
+            self._lose(f"A step of the divided model hangs. {_REMEDY}")
+            self.check()
 
     def give_up(self, error: Exception) -> RankLost:
         """The first rank failed where the others wait for it, or was failed by one that has died: end them all."""
@@ -233,7 +254,7 @@ class Ranks:
         """End all processes and wait for that. Harmless when repeated."""
         with self._lock:
             self._is_closed = True
-        self.group.abort()
+        self._abort()
         for process in self._processes:
             process.close()
         shutil.rmtree(self._meeting, ignore_errors=True)
@@ -271,5 +292,11 @@ class Ranks:
         logger.error("%s", self.lost)
         for process in self._processes:
             process.kill()  # who waits for one of them hears of it at once
-        self.group.abort()
         self.on_lost()
+        self._abort()
+
+    def _abort(self) -> None:
+        """Let go of what is under way on the GPU; whatever comes of that, nobody waits for it for long."""
+        thread = threading.Thread(target=self.group.abort, name="nanochat-abort", daemon=True)
+        thread.start()
+        thread.join(_CLOSE_S)

@@ -6,6 +6,7 @@ the host meanwhile, so that steps can follow each other without a word from the 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,12 +52,13 @@ class LaunchedStep:
         plan: StepPlan,
         output: SampleOutput | None,
         rows: np.ndarray | None = None,
-        check: Callable[[], None] | None = None,
+        check: Callable[[float], None] | None = None,
     ) -> None:
         """``output``, on the device, or None where nothing is sampled.
 
-        ``rows``: which of its rows are the plan's sampling chunks', if not all in order. ``check`` raises if
-        the step will never end, or has ended without a result.
+        ``rows``: which of its rows are the plan's sampling chunks', if not all in order. ``check``,
+        given for how many seconds the step has been waited for, raises if it will never end, or has ended
+        without a result.
         """
         self._plan = plan
         self._rows = rows
@@ -79,10 +81,11 @@ class LaunchedStep:
             RankLost: another rank is gone.
         """
         if self._check is not None:
+            began_s = time.monotonic()
             while not self._copies.are_ready:
-                self._check()
+                self._check(time.monotonic() - began_s)
                 time.sleep(_POLL_S)
-            self._check()
+            self._check(0.0)
         tensors = self._copies.wait()
         if not tensors:
             return StepResult([], [])
@@ -99,8 +102,8 @@ class Followers(Protocol):
     def tell(self, step: PackedStep | RecordedStep) -> None:
         """Let them run a step, which this rank is about to run itself."""
 
-    def check(self) -> None:
-        """Raise `RankLost` if any of them is gone."""
+    def check_step(self, num_tokens: int, waited_s: float) -> None:
+        """Raise `RankLost` if any of them is gone, or a step of so many tokens hangs."""
 
     def give_up(self, error: Exception) -> RankLost:
         """A step that was told failed here: they are ended, and what to raise is returned."""
@@ -146,7 +149,9 @@ class Runner:
 
         Ids that earlier steps sample and the host doesn't know yet are taken from where those left them.
         """
-        check = None if self._followers is None else self._followers.check
+        check: Callable[[float], None] | None = None
+        if self._followers is not None:
+            check = functools.partial(self._followers.check_step, plan.num_tokens)
         if self._graphs is not None and (shape := self._graphs.shapes.fit(plan)) is not None:
             host, rows = self._graphs.pack(plan, shape)
             with self._told(RecordedStep(shape, host.numpy())):

@@ -85,7 +85,7 @@ class ThreadRanks:
     def tell(self, step: PackedStep | RecordedStep) -> None:
         self.group.send(encode(step))
 
-    def check(self) -> None:
+    def check_step(self, num_tokens: int, waited_s: float) -> None:
         pass
 
     def give_up(self, error: Exception) -> RankLost:

@@ -17,6 +17,7 @@ import pytest
 from nanochat.engine.config import EngineConfig, SamplingParams
 from nanochat.engine.engine import Engine
 from nanochat.engine.memory import kv_bytes_per_token
+from nanochat.engine.packing import HostCopies
 from nanochat.engine.ranks import Ranks
 from nanochat.errors import EngineClosed, InvalidOption, NanochatError, NotEnoughMemory
 from tests.engine.conftest import MakeEngine, assert_idle_and_consistent, wait_until
@@ -155,6 +156,18 @@ class TestProcesses:
                 first.submit([50, 51], greedy)
             assert second.submit([50, 51], greedy).result(60).token_ids == outputs[1].token_ids
             processes = pids(second)
+        assert are_gone(processes)
+
+    def test_a_step_that_hangs_on_the_devices_ends_every_request(
+        self, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("nanochat.engine.ranks.STEP_S", 1.0)
+        with Engine(config(tiny_llama, num_kv_blocks=16, tensor_parallel_size=2)) as engine:
+            processes = pids(engine)
+            monkeypatch.setattr(HostCopies, "are_ready", False)
+            output = engine.submit([40] * 9, LONG).result(WITHIN_S)
+            assert "A step of the divided model hangs" in str(output.error)
+            monkeypatch.undo()
         assert are_gone(processes)
 
     def test_what_a_rank_finds_wrong_while_loading_is_told(
