@@ -98,7 +98,7 @@ def record(
     fitting = graphs.shapes.fit(plan)
     if fitting is None:
         raise ValueError("a step that only decodes fits no shape")
-    graphs.run(plan, fitting)
+    graphs.run(fitting, graphs.pack(plan, fitting)[0])
     torch.cuda.synchronize()
     kv_bytes = sum(cache.k.nbytes + cache.v.nbytes for cache in caches)
     return graphs._recordings[fitting].graph, kv_bytes
