@@ -1,7 +1,7 @@
 """Tile sizes by GPU generation and shape: a small table, measured where hardware was at hand, safe elsewhere.
 
 Nothing is tuned at run time. The limits the table keeps to are shared memory a program: 64 KB on compute
-capability 7.5, 99 KB on 8.6 and 8.9, 163 KB on 8.0, 227 KB on 9.0 and 10.0. Knows nothing of tensors.
+capability 7.5, 99 KB on 8.6, 8.9 and 12.0, 163 KB on 8.0, 227 KB on 9.0 and 10.0. Knows nothing of tensors.
 """
 
 from __future__ import annotations
