@@ -14,7 +14,7 @@ from textual.timer import Timer
 
 from nanochat.sanitize import sanitize, sanitize_line
 from nanochat.ui import formatting as fmt
-from nanochat.ui.archive import Archive
+from nanochat.ui.archive import Archive, HistoryOpened
 from nanochat.ui.bridge import AnswerEnded, AnswerGrew, AnswerRefused, AnswerStarted, Bridge
 from nanochat.ui.chat import Chat, Phase
 from nanochat.ui.chrome import LoadState, Welcome
@@ -83,7 +83,17 @@ class ChatScreen(PaneScreen):
         self.show_load(LoadState(error=error))
         for chat in self.workspace.busy:
             self.withdraw(chat)
+        self._explain_failure()
         self.show_tabs()
+
+    async def restore(self, opened: HistoryOpened) -> None:
+        await super().restore(opened)
+        self._explain_failure()
+
+    def _explain_failure(self) -> None:
+        """An empty chat says by itself why there is no model; any other one has to be told."""
+        if self.workspace.active.root.children:
+            self.has_no_model(self.workspace.active)
 
     def withdraw(self, chat: Chat) -> str:
         """Take back a question whose answer can't start, and put it into the prompt; returns it."""
@@ -120,7 +130,8 @@ class ChatScreen(PaneScreen):
         """Whether nothing will answer because no model could be loaded; the chat is then told so."""
         if self.load_state.error is None:
             return False
-        self.tell(chat, sanitize_line(self.load_state.error, 1_000), "error")
+        error = sanitize_line(self.load_state.error, 1_000)
+        self.tell(chat, f"{error} /model NAME loads another model.", "error")
         return True
 
     # Answers

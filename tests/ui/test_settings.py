@@ -266,6 +266,7 @@ async def test_without_a_model_no_answer_is_waited_for(tiny_llama: Path, tmp_pat
         driver.load()
         await driver.until(lambda: driver.app.load_error)
         await driver.until(lambda: driver.chat.path)
+        await driver.until(lambda: any("/model NAME" in notice for notice in driver.notices()))
         for command in ("/again", "/continue", "/broadcast More", "/compare top_k=1 | top_k=2", "More"):
             told = len(driver.notices())
             await driver.say(command)
