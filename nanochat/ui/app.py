@@ -162,7 +162,8 @@ class NanochatApp(App[None]):
     def on_load_failed(self, event: LoadFailed) -> None:
         if self._config_before is not None:
             main = self.main_screen
-            main.tell(main.chat, sanitize_line(event.error, 2_000), "error")
+            error = sanitize_line(event.error, 2_000)
+            main.tell(main.chat, f"{error} The model before is loaded again.", "error")
             config, self._config_before = self._config_before, None
             self._load(config)
             return

@@ -194,6 +194,9 @@ class Archive:
             other.store_id, copies = history.fork_chat(_id(chat), ids, other.title)
             for message, store_id in zip(path, copies, strict=True):
                 message.store_id = store_id
+            if originals[-1] is chat.live and path[-1].output is not None:
+                # It was continued; the copy has what has come since, and isn't to have it.
+                _finish(history, path[-1], path[-1].output)
             self._saved[other.id] = (other.title, *_settings(chat)[1:])
 
         self._do(fork)

@@ -291,9 +291,10 @@ class Chat:
             other.draft = path[-2].text
             path = path[:-2]
         for message in path:
-            end = end.add(replace(message, parent=None, children=[], chosen=0, store_id=None))
+            # A text of its own: the answer may be continued in either chat.
+            answer = message.answer.copy()
+            end = end.add(replace(message, parent=None, children=[], chosen=0, answer=answer, store_id=None))
         if partial is not None:  # it goes on there, and stays as it was here
-            end.answer = end.answer.copy()
             end.answer.replace(sanitize(partial.text))
             end.output, end.partial = partial, None
         return other

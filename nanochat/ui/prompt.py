@@ -40,6 +40,8 @@ class Prompt(TextArea):
         )
         self.cursor_blink = False  # each blink would redraw the screen while answers stream
         self._folded: dict[str, str] = {}
+        self._num_folded = 0
+        """Pastes folded since the prompt was last emptied: two of the same size need different marks."""
         self._send_keys: tuple[str, ...] = ()
         self._new_line_keys: tuple[str, ...] = ()
         self._hint = ""
@@ -64,6 +66,7 @@ class Prompt(TextArea):
 
     def action_new_line(self) -> None:
         """Break the line."""
+        self._leave_mark()
         self.insert("\n")
 
     async def on_key(self, event: events.Key) -> None:
@@ -79,6 +82,7 @@ class Prompt(TextArea):
         elif (action := _EDITING_KEYS.get(event.key)) is not None:
             await self.app.run_action(action, self)
         else:
+            self._leave_mark()
             return
         event.prevent_default()
         event.stop()
@@ -86,24 +90,49 @@ class Prompt(TextArea):
     def take(self, text: str = "") -> None:
         """Replace the text, for example by nothing once it has been sent."""
         self._folded.clear()
+        self._num_folded = 0
         self.text = self._fold_if_large(sanitize(text))  # an imported chat's text may come to be edited
         self.move_cursor(self.document.end)
 
     def action_delete_left(self) -> None:
-        """A folded paste goes as one."""
-        row, column = self.cursor_location
-        before = self.document[row][:column]
-        mark = next((mark for mark in self._folded if before.endswith(mark)), None)
-        if mark is None or not self.selection.is_empty:
+        """A folded paste goes as one: what is left of its mark would be sent in its place."""
+        if not self._delete_mark(-1):
             super().action_delete_left()
-            return
-        self.delete((row, column - len(mark)), (row, column))
-        if mark not in self.text:
-            del self._folded[mark]
+
+    def action_delete_right(self) -> None:
+        """As :meth:`action_delete_left`."""
+        if not self._delete_mark(0):
+            super().action_delete_right()
+
+    def _delete_mark(self, offset: int) -> bool:
+        """Delete the mark that has the character so far from the cursor; False if there is none."""
+        row, column = self.cursor_location
+        span = self._mark_at(column + offset) if self.selection.is_empty else None
+        if span is not None:
+            self.delete((row, span[0]), (row, span[1]))
+        return span is not None
+
+    def _mark_at(self, column: int) -> tuple[int, int] | None:
+        """Beginning and end of the mark around a character of the cursor's line."""
+        line = self.document[self.cursor_location[0]]
+        for mark in self._folded:
+            start = line.find(mark)
+            while start >= 0:
+                if start <= column < start + len(mark):
+                    return start, start + len(mark)
+                start = line.find(mark, start + len(mark))
+        return None
+
+    def _leave_mark(self) -> None:
+        """What is written inside a mark comes after it."""
+        row, column = self.cursor_location
+        if (span := self._mark_at(column)) is not None and span[0] < column and self.selection.is_empty:
+            self.move_cursor((row, span[1]))
 
     def on_paste(self, event: events.Paste) -> None:
         event.prevent_default()
         event.stop()
+        self._leave_mark()
         self.insert(self._fold_if_large(sanitize(event.text)))
 
     def _fold_if_large(self, text: str) -> str:
@@ -111,8 +140,8 @@ class Prompt(TextArea):
         return self._fold(text) if is_large else text
 
     def _fold(self, text: str) -> str:
-        number = len(self._folded) + 1
-        mark = f"⟦pasted text {number}: {fmt.count(text.count(chr(10)) + 1)} lines, {fmt.count(len(text))} characters⟧"
+        self._num_folded += 1
+        mark = f"⟦pasted text {self._num_folded}: {fmt.count(text.count(chr(10)) + 1)} lines, {fmt.count(len(text))} characters⟧"
         self._folded[mark] = text
         return mark
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanochat.history import History
+from nanochat.sanitize import sanitize
 from nanochat.ui.chat import Chat, Message
 from nanochat.ui.message import AnswerMessage, UserMessage
 from tests.ui.driver import ENDLESS, LONG, SHORT, Driver, plain, started
@@ -169,8 +170,22 @@ async def test_a_fork_is_saved_and_lives_on_its_own(tiny_llama: Path, tmp_path: 
         ]
 
 
-async def test_a_fork_of_a_continued_answer_has_what_was_there(long_llama: Path) -> None:
-    async with started(long_llama, sampling=ENDLESS, **LONG) as driver:
+async def test_continuing_an_answer_leaves_its_fork_as_it_is(tiny_llama: Path) -> None:
+    async with started(tiny_llama) as driver:
+        text = await driver.ask("Go")
+        await driver.press("ctrl+f", "f3")
+        await driver.say("/continue")
+        await driver.until_idle()
+        assert len(driver.answer_text()) > len(text)
+        await driver.press("f4")
+        assert driver.chat.title == "Fork of 1"
+        assert driver.answer_text() == text
+        assert driver.chat.path[-1].answer.text == sanitize(text)
+
+
+async def test_a_fork_of_a_continued_answer_has_what_was_there(long_llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "history.db"
+    async with started(long_llama, history=file, sampling=ENDLESS, **LONG) as driver:
         await driver.say("Go")
         await driver.until(lambda: driver.chat.live and driver.chat.live.answer.text)
         await driver.press("escape")
@@ -179,8 +194,13 @@ async def test_a_fork_of_a_continued_answer_has_what_was_there(long_llama: Path)
         await driver.say("/continue")
         await driver.until(lambda: driver.chat.live and len(driver.chat.live.answer.text) > len(kept) + 20)
         await driver.press("ctrl+f")
-        assert driver.answer_text().startswith(kept[: len(kept) - 1])
+        forked = driver.answer_text()
+        assert forked.startswith(kept[: len(kept) - 1])
         assert not driver.chat.is_busy
+    with History(file) as history:
+        texts = {chat.title: history.path(chat.id)[-1].text for chat in history.list_chats()}
+    assert texts["Fork of 1"] == forked
+    assert len(texts["Go"]) > len(forked) + 20
 
 
 @pytest.mark.parametrize("command", ["/edit", "/continue", "/again"])

@@ -233,6 +233,27 @@ async def test_a_large_paste_is_folded_and_sent_whole(tiny_llama: Path) -> None:
         assert "more characters" in plain(message)
 
 
+async def test_folded_pastes_go_as_one_and_no_two_are_mixed_up(tiny_llama: Path) -> None:
+    first, second, third = ("".join(f"{letter} {n}\n" for n in range(30)) for letter in "abc")
+    async with started(tiny_llama, hold=True) as driver:
+        for text in (first, second):
+            driver.prompt.post_message(events.Paste(text))
+            await driver.settle()
+        for place, key in ((0, "delete"), (5, "delete"), (5, "backspace")):
+            driver.prompt.move_cursor((0, place))
+            await driver.press(key)
+            assert driver.prompt.full_text == second
+            await driver.press("ctrl+z")
+            assert driver.prompt.full_text == first + second
+        driver.prompt.move_cursor((0, 5))
+        await driver.press("x", "backspace", "backspace")
+        assert driver.prompt.full_text == second
+        driver.prompt.move_cursor(driver.prompt.document.end)
+        driver.prompt.post_message(events.Paste(third))
+        await driver.settle()
+        assert driver.prompt.full_text == second + third
+
+
 async def test_a_large_text_given_back_is_folded_too(tiny_llama: Path) -> None:
     text = "line of text\n" * 5_000
     async with started(tiny_llama, hold=True) as driver:
