@@ -29,9 +29,11 @@ class Confirm(ModalScreen[bool]):
         Binding("left,right,up,down", "app.focus_next", show=False),
     ]
 
-    def __init__(self, question: str, yes: str, no: str = "Cancel") -> None:
+    def __init__(self, question: str, yes: str, no: str = "Cancel", *, is_final: bool = False) -> None:
+        """``is_final``: what is agreed to can't be undone, so Enter alone doesn't agree."""
         super().__init__()
         self._question, self._yes, self._no = question, yes, no
+        self._is_final = is_final
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog"):
@@ -39,6 +41,9 @@ class Confirm(ModalScreen[bool]):
             with Horizontal(classes="buttons"):
                 yield Button(self._yes, id="yes", variant="primary", compact=True)
                 yield Button(self._no, id="no", compact=True)
+
+    def on_mount(self) -> None:
+        self.query_one("#no" if self._is_final else "#yes").focus()
 
     def action_answer(self, answer: bool) -> None:
         self.dismiss(answer)

@@ -235,7 +235,8 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
                 self.show_stats()
 
         if chat.root.children:
-            self.app.push_screen(Confirm("Forget all messages of this chat?", "Clear"), clear)
+            question = "Forget all messages of this chat, with all its branches?"
+            self.app.push_screen(Confirm(question, "Clear", is_final=True), clear)
 
     # The view
 

@@ -73,7 +73,7 @@ class EndingSignals:
 
     def _end_at_last(self, attributes: list[object] | None) -> None:
         time.sleep(GRACE_S)
-        with suppress(Exception):
+        with suppress(Exception):  # nobody is left to be told, and the terminal must be given back
             self._save()
         if attributes is not None:
             import termios

@@ -81,7 +81,7 @@ class TabScreen(ChatScreen):
             self.notify("Stop the answer first (Esc), then delete the chat.")
         else:
             question = f"Delete “{sanitize_line(chat.title)}” for good, with all its branches?"
-            self.app.push_screen(Confirm(question, "Delete"), delete)
+            self.app.push_screen(Confirm(question, "Delete", is_final=True), delete)
 
     def action_next_chat(self) -> None:
         self._show(self.workspace.neighbour(1))

@@ -196,6 +196,22 @@ async def test_a_prompt_over_the_limit_is_refused_with_numbers_and_an_offer(tiny
         ]
 
 
+async def test_an_offer_ends_with_the_messages_it_was_about(tiny_llama: Path) -> None:
+    async with started(tiny_llama, max_model_len=160, num_kv_blocks=32) as driver:
+        await driver.ask("a" * 40)
+        await driver.ask("b" * 30)
+        await driver.say("c" * 60)
+        await driver.until(lambda: isinstance(driver.app.screen, Confirm))
+        await driver.press("escape")
+        driver.pane.take_prompt()
+        await driver.say("/clear")
+        await driver.press("y")
+        await driver.until(lambda: not driver.chat.path)
+        await driver.say("/drop")
+        await driver.until_told("The last turn always stays")
+        assert (driver.chat.dropped_turns, driver.chat.path) == (0, [])
+
+
 async def test_a_message_that_fits_alone_in_no_way_gets_no_offer(tiny_llama: Path) -> None:
     async with started(tiny_llama, max_model_len=64, num_kv_blocks=16) as driver:
         await driver.say("x" * 300)

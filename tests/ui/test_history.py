@@ -146,7 +146,8 @@ class TestSaving:
             await driver.ask("Drop")
             await driver.say("/delete")
             await driver.until(lambda: isinstance(driver.app.screen, Confirm))
-            await driver.press("escape")
+            await driver.press("enter")  # what can't be undone needs more than that
+            await driver.until(lambda: not isinstance(driver.app.screen, Confirm))
             assert tabs(driver) == ["Keep", "Drop"]
             await driver.say("/delete")
             await driver.until(lambda: isinstance(driver.app.screen, Confirm))
