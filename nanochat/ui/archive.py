@@ -270,7 +270,9 @@ class Archive:
         added = [message for message in chat.messages() if message.store_id is None]
         for message in added:
             self._add(history, chat, message)
-        if added:  # among several, the newest need not be the chosen one; or the path turns off further up
+        # Of more than a turn, the newest need not be the chosen one; beside others, the path may have turned
+        # off further up.
+        if len(added) > 2 or (added and added[0].branch[1] > 1):
             self.chose(chat.path[-1])
 
     def _add(self, history: History, chat: Chat, message: Message) -> None:
