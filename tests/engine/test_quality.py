@@ -215,6 +215,10 @@ class TestMistakes:
         with pytest.raises(InvalidOption, match="--ctx 64 is over --max-model-len 32"):
             make_meter(tiny_llama, config={"max_model_len": 32})
 
+    def test_a_divided_model(self, tiny_llama: Path) -> None:
+        with pytest.raises(InvalidOption, match="leave out --tp"):
+            make_meter(tiny_llama, config={"tensor_parallel_size": 2})
+
     def test_a_window_over_the_blocks(self, tiny_llama: Path) -> None:
         with pytest.raises(NotEnoughMemory, match="takes 4 KV blocks and there are 3"):
             make_meter(tiny_llama, config={"num_kv_blocks": 3})
