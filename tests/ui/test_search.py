@@ -192,7 +192,7 @@ class TestLongChats:
             parent = chat.path[39]
             parent.children.append(other)
             other.parent = parent
-            driver.app.main_screen._step_branch(chat.path[40], 1)
+            driver.app.main_screen._step_branch(chat, chat.path[40], 1)
             await driver.until_seen("another message 40")
             await driver.press("alt+left")
             await driver.until(lambda: is_in_view(driver, "message 40"))
