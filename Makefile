@@ -33,6 +33,7 @@ screens: $(VENV)/installed ## the pictures of docs/screens, anew; figures mean s
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nanochat needs Python 3.11 or newer; name one: make chat PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV): PyTorch is large, so this takes a minute or more."
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
