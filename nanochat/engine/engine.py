@@ -389,5 +389,6 @@ def _make_scheduler(config: EngineConfig, model: LoadedModel) -> Scheduler:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=model.max_model_len,
+        model_limit=model.config.max_position_embeddings,
         pace=StepPace(config.step_goal_ms / 1000),
     )

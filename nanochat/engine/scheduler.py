@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from nanochat.engine.block_pool import BlockPool, InvariantError
 from nanochat.engine.invariants import check_scheduler
 from nanochat.engine.kv_cache_manager import KVCacheManager
+from nanochat.engine.prompt_limit import too_long
 from nanochat.engine.request import FinishReason, Request, RequestStatus
 from nanochat.engine.step_pace import StepPace
 from nanochat.engine.step_plan import Draft, ScheduledChunk, StepPlan, writes_shared_block
@@ -37,6 +38,7 @@ class Scheduler:
         max_num_seqs: most requests that hold blocks at once, and so most in a step.
         max_num_batched_tokens: token budget of one step.
         max_model_len: longest prompt plus answer, in tokens. NotEnoughMemory if the pool can't hold that.
+        model_limit: the longest that the model itself allows, for what is told; left out: the same.
         long_prefill_share: the oldest prompt's share of the prefill tokens while much shorter ones wait.
         watermark: share of the pool that starting a request must leave free, so that those already
             running can grow before anyone is preempted.
@@ -55,12 +57,14 @@ class Scheduler:
         watermark: float = 0.01,
         patience: int = 32,
         pace: StepPace | None = None,
+        model_limit: int | None = None,
     ) -> None:
         self.pace = pace or StepPace()
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
+        self.model_limit = model_limit or max_model_len
         self.long_prefill_share = long_prefill_share
         self.watermark_blocks = int(watermark * pool.num_blocks)
         self.step_budget = max_num_batched_tokens
@@ -114,10 +118,8 @@ class Scheduler:
         if num_prompt_tokens < 1:
             raise InvalidOption("The prompt is empty; it needs at least one token.")
         if num_prompt_tokens >= self.max_model_len:
-            raise PromptTooLong(
-                f"The prompt has {num_prompt_tokens} tokens but at most {self.max_model_len - 1} fit; "
-                "shorten it, or start with a larger max_model_len."
-            )
+            limits = (self.max_model_len, self.model_limit, self.pool.num_blocks, self.pool.block_size)
+            raise PromptTooLong(too_long(num_prompt_tokens, *limits))
 
     def add(self, request: Request) -> None:
         """Queue a new request. Raises as :meth:`check_fits` does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanochat.engine import block_pool
+from nanochat.engine.prompt_limit import too_long
 from nanochat.engine.request import RequestStatus
 from nanochat.engine.scheduler import Scheduler
 from nanochat.errors import InvalidOption, NotEnoughMemory, PromptTooLong
@@ -181,6 +182,24 @@ class TestCancel:
 
 
 class TestNeverRuns:
+    @pytest.mark.parametrize(
+        ("num_tokens", "max_model_len", "model_limit", "advice"),
+        [
+            (529_009, 8_192, 8_192, "shorten it: this model takes no more than 8,191."),
+            (5_000, 1_000, 8_192, "shorten it, or start with --max-model-len 5001 or more."),
+            (20_000, 16_000, 32_768, "start with --kv-blocks 1251 or more (should"),
+            (20_000, 1_000, 32_768, "--kv-blocks 1251 or more and --max-model-len 20001 or more (should"),
+        ],
+    )
+    def test_the_advice_can_be_followed(
+        self, num_tokens: int, max_model_len: int, model_limit: int, advice: str
+    ) -> None:
+        sentence = too_long(num_tokens, max_model_len, model_limit, num_blocks=1_000, block_size=16)
+        assert sentence.startswith(
+            f"The prompt has {num_tokens:,} tokens but at most {max_model_len - 1:,} fit"
+        )
+        assert advice in sentence
+
     def test_a_prompt_without_room_for_an_answer_is_refused(self) -> None:
         rig = Rig(max_model_len=48)
         with pytest.raises(PromptTooLong, match=r"48 tokens but at most 47 fit"):
