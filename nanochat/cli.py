@@ -7,15 +7,34 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from nanochat.commands import ask, completion, config, demo, perplexity, simulate
 from nanochat.commands.options import EARLY, add_engine_options, engine_config
-from nanochat.errors import NanochatError
+from nanochat.errors import NanochatError, WrongUsage
 from nanochat.interrupts import STATUS, interruptible
 from nanochat.sanitize import sanitize_line
 
 MAX_SENTENCE = 2_000
 """Characters of an error that are shown."""
+
+
+class _Help(argparse.HelpFormatter):
+    """Leaves out the line that only says COMMAND, above the list of commands."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        text = super()._format_action(action)
+        return text.partition("\n")[2] if isinstance(action, argparse._SubParsersAction) else text
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """Says itself what it doesn't know: the parser above would show the wrong usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {sanitize_line(' '.join(unknown), MAX_SENTENCE)}")
+        return parsed, unknown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except NanochatError as error:
         print(f"nanochat: {sanitize_line(str(error), MAX_SENTENCE)}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, WrongUsage) else 1
     except KeyboardInterrupt:
         return STATUS
     except BrokenPipeError:
@@ -51,6 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The whole command line, with one sub-parser a command."""
     parser = argparse.ArgumentParser(
         prog="nanochat",
+        formatter_class=_Help,
         description="Chat with language models on your own machine, many at once. Without a command: the app.",
     )
     add_engine_options(parser, prefix=EARLY)
@@ -62,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="serve the app to browsers instead, at localhost:8000 by default (needs the extra web)",
     )
     parser.set_defaults(run=_run_app, parser=parser)
-    commands = parser.add_subparsers(title="commands", metavar="")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_CommandParser)
     for name, module, summary in (
         ("ask", ask, "one answer on standard output"),
         ("perplexity", perplexity, "how well the model predicts a text, and what INT8 KV changes"),

@@ -1,6 +1,6 @@
 """Errors a user can cause. Each message is one sentence or two that say what to do.
 
-Commands print the message alone and exit with status 1; the app shows it in the chat it concerns.
+Commands print the message alone and exit with status 1, or 2 for :class:`WrongUsage`; the app shows it in the chat it concerns.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ class NanochatError(Exception):
 
 class InvalidOption(NanochatError, ValueError):
     """An option or parameter has a value that can't work."""
+
+
+class WrongUsage(InvalidOption):
+    """The command line itself holds the mistake, whatever model, files and settings there are."""
 
 
 class ModelNotFound(NanochatError):

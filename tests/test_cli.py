@@ -101,7 +101,7 @@ class TestAsk:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(sys, "stdin", None)
-        assert main(["ask"]) == 1
+        assert main(["ask"]) == 2
         assert "There is no question" in capsys.readouterr().err
 
     @pytest.mark.parametrize("argument", [[], ["-"]])
@@ -139,10 +139,7 @@ class TestAsk:
     [
         (["ask", "hi", "--model", "/nowhere/at/all"], "/nowhere/at/all"),
         (["ask", "  "], "The question is empty"),
-        (["ask", "hi", "--temperature", "-1"], "temperature must be"),
-        (["ask", "hi", "--kv-blocks", "0"], "num_kv_blocks must be"),
         (["ask", "hi", "--config", "/no/such.toml"], "check the path given to --config"),
-        (["ask", "hi", "--tp", "0"], "tensor_parallel_size must be"),
         (["ask", "hi", "--model", "a\x1b]0;b\x07\nc"], "a␛]0;b␇ c"),
     ],
 )
@@ -155,6 +152,49 @@ def test_mistakes_are_one_sentence_and_status_1(
     assert captured.err.startswith("nanochat: ")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("ask hi --temperature -1", "--temperature must be"),
+        ("ask hi --max-tokens 0", "--max-tokens must be"),
+        ("ask hi --kv-blocks 0", "--kv-blocks must be"),
+        ("--threads 0", "--threads must be"),
+        ("ask hi --tp 0", "--tp must be"),
+        ("demo --screenshot a.svg --tabs 0", "--tabs must be"),
+        ("simulate --trace a.csv --max-seqs 0", "--max-seqs must be"),
+        ("simulate --speed 2", "--speed is for"),
+        ("--serve-web localhost:0", "--serve-web takes"),
+        ("perplexity {here} --ctx 1", "--ctx must be"),
+    ],
+)
+def test_an_option_that_cannot_work_is_one_sentence_and_status_2(
+    capsys: pytest.CaptureFixture[str], arguments: str, sentence: str
+) -> None:
+    assert main(arguments.format(here=__file__).split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"nanochat: {sentence}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["ask", "--bogus", "hi"], ["ask", "hi", "there"]])
+def test_a_command_shows_its_own_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("usage: nanochat ask ")
+    assert "nanochat ask: error: unrecognized arguments: " in error
+
+
+def test_commands_have_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bogus"])
+    assert "error: argument COMMAND: invalid choice: 'bogus'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "\ncommands:\n    ask " in capsys.readouterr().out
 
 
 def test_a_prompt_over_the_limit_states_both_numbers(

@@ -40,7 +40,7 @@ def test_the_picture_shows_the_running_app(
 def test_mistakes_are_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], sentence: str
 ) -> None:
-    assert run(tmp_path, tmp_path / "x.svg", *options) == 1
+    assert run(tmp_path, tmp_path / "x.svg", *options) == 2
     error = capsys.readouterr().err
     assert sentence in error
     assert error.count("\n") == 1

@@ -7,8 +7,9 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from nanochat.commands.options import add_engine_options, engine_config
-from nanochat.errors import InvalidOption, NanochatError
+from nanochat.commands.options import add_engine_options, engine_config, from_command_line
+from nanochat.engine.config import SamplingParams
+from nanochat.errors import InvalidOption, NanochatError, WrongUsage
 from nanochat.sanitize import Sanitizer
 from nanochat.stray_output import diverted, log_file
 
@@ -43,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     """
     settings, config = engine_config(args)
     overrides = {name: getattr(args, name) for name in SAMPLING_OPTIONS if hasattr(args, name)}
-    settings.sampling_params({}, overrides)  # a wrong option should not cost the loading of a model
+    with from_command_line({name: f"--{name.replace('_', '-')}" for name in overrides}):
+        SamplingParams(**overrides)  # a wrong option should not cost the loading of a model
     messages = _messages(_read_prompt(args.prompt), getattr(args, "system", settings.system))
 
     from nanochat.engine.engine import Engine
@@ -74,7 +76,7 @@ def _read_prompt(argument: str | None) -> str:
     if argument is not None and argument != "-":
         prompt = argument
     elif sys.stdin is None or (argument is None and sys.stdin.isatty()):
-        raise InvalidOption('There is no question; write it after ask: nanochat ask "Why is the sky blue?"')
+        raise WrongUsage('There is no question; write it after ask: nanochat ask "Why is the sky blue?"')
     else:
         prompt = sys.stdin.buffer.read().decode("utf-8", errors="replace")
     if not prompt.strip():

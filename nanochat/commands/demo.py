@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from nanochat.commands.options import add_engine_options, engine_config
-from nanochat.errors import InvalidOption, NanochatError
+from nanochat.errors import NanochatError, WrongUsage
 
 MAX_COLUMNS, MAX_ROWS = 400, 200
 
@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> int:
     settings, config = engine_config(args)
     size = _parse_size(args.size)
     if not 1 <= args.tabs <= 9:
-        raise InvalidOption(f"--tabs must be between 1 and 9, not {args.tabs}.")
+        raise WrongUsage(f"--tabs must be between 1 and 9, not {args.tabs}.")
     if args.tokens < 1:
-        raise InvalidOption(f"--tokens must be at least 1, not {args.tokens}.")
+        raise WrongUsage(f"--tokens must be at least 1, not {args.tokens}.")
 
     from nanochat.ui.demo import Demo, take_picture
     from nanochat.ui.screenshots import save
@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
 def _parse_size(text: str) -> tuple[int, int]:
     columns, _, rows = text.lower().partition("x")
     if not (columns.isdecimal() and rows.isdecimal() and len(text) < 12):
-        raise InvalidOption(f"--size must be columns x rows, such as 120x36, not {text[:30]!r}.")
+        raise WrongUsage(f"--size must be columns x rows, such as 120x36, not {text[:30]!r}.")
     size = int(columns), int(rows)
     if not (40 <= size[0] <= MAX_COLUMNS and 10 <= size[1] <= MAX_ROWS):
-        raise InvalidOption(f"--size must be between 40x10 and {MAX_COLUMNS}x{MAX_ROWS}, not {text[:30]}.")
+        raise WrongUsage(f"--size must be between 40x10 and {MAX_COLUMNS}x{MAX_ROWS}, not {text[:30]}.")
     return size

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
 from nanochat.engine.config import Device, DType, EngineConfig, KVDType, Weights
+from nanochat.errors import InvalidOption, WrongUsage
 from nanochat.settings import Settings, load_settings
 
 EARLY = "early:"
@@ -73,8 +75,25 @@ def engine_config(args: argparse.Namespace) -> tuple[Settings, EngineConfig]:
     """The settings file named or found, and the engine options of both.
 
     Raises:
-        InvalidOption: either holds something that can't work.
+        WrongUsage: an option has a value that can't work.
+        InvalidOption: the settings file holds one.
     """
-    settings = load_settings(getattr(args, "config", None))
     given = {name: value for name, value in vars(args).items() if name in EngineConfig.__dataclass_fields__}
+    with from_command_line(args.engine_options):
+        EngineConfig(**given)
+    settings = load_settings(getattr(args, "config", None))
     return settings, settings.engine_config(given)
+
+
+@contextmanager
+def from_command_line(flags: Mapping[str, str]) -> Iterator[None]:
+    """Inside, only values from the command line are checked: a wrong one is wrong usage, told by its flag.
+
+    Args:
+        flags: by the names with which the checks' messages begin.
+    """
+    try:
+        yield
+    except InvalidOption as error:
+        name, blank, rest = str(error).partition(" ")
+        raise WrongUsage(flags.get(name, name) + blank + rest) from error

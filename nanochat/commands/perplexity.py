@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanochat.commands.options import add_engine_options, engine_config
+from nanochat.commands.options import add_engine_options, engine_config, from_command_line
 from nanochat.engine.progress import Progress
 from nanochat.errors import InvalidOption
 from nanochat.stray_output import diverted, log_file
@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
     from nanochat.engine.quality import QualityMeter, QualityOptions
 
-    options = QualityOptions(**{name: getattr(args, name) for name in QUALITY_OPTIONS})
+    with from_command_line({}):
+        options = QualityOptions(**{name: getattr(args, name) for name in QUALITY_OPTIONS})
     with ProgressLine() as progress, diverted(log_file(), (1,)):  # loading prints what a model's files say
         report = QualityMeter(config, options, progress).measure(text)
     print(json.dumps(report.to_json()) if args.json else format_report(report))

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from nanochat.commands.options import from_command_line
 from nanochat.engine.config import EngineConfig
 from nanochat.engine.simulation import (
     ANSWER_TOKENS,
@@ -22,7 +23,7 @@ from nanochat.engine.simulation import (
     read_trace,
     run_case,
 )
-from nanochat.errors import InvalidOption
+from nanochat.errors import WrongUsage
 
 _ENGINE, _COST = EngineConfig(), CostModel()
 TRACE_OPTIONS: Mapping[str, tuple[float, str]] = {
@@ -36,6 +37,13 @@ TRACE_OPTIONS: Mapping[str, tuple[float, str]] = {
     "token_us": (_COST.token_s * 1e6, "and simulated microseconds of each token in it"),
 }
 """What replaying a trace takes, with its default and its help."""
+ENGINE_FIELDS = {
+    "num_kv_blocks": "kv_blocks",
+    "block_size": "block_size",
+    "max_num_seqs": "max_seqs",
+    "max_num_batched_tokens": "max_batched_tokens",
+}
+"""Which of them shape an engine, by the name of its field."""
 MAX_KV_BLOCKS = 10_000_000
 """A cache of more would only fill the memory of whoever simulates it."""
 
@@ -63,13 +71,14 @@ def run(args: argparse.Namespace) -> int:
     """Returns the exit status.
 
     Raises:
-        InvalidOption: a number that can't work, or a trace that can't be read.
+        WrongUsage: a number that can't work.
+        InvalidOption: a trace that can't be read.
         NotEnoughMemory: the simulated cache is too small for any request.
     """
     given = {name: getattr(args, name) for name in TRACE_OPTIONS if getattr(args, name) is not None}
     if args.trace is None:
         if given:
-            raise InvalidOption(f"{_flag(next(iter(given)))} is for replaying a trace; add --trace FILE.csv.")
+            raise WrongUsage(f"{_flag(next(iter(given)))} is for replaying a trace; add --trace FILE.csv.")
         results = [run_case(case) for case in TABLE]
         if args.json:
             print(json.dumps({"cases": [asdict(result) for result in results]}))
@@ -82,22 +91,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _replay(trace: Path, options: Mapping[str, Any]) -> ReplayResult:
-    config = EngineConfig(
-        num_kv_blocks=options["kv_blocks"],
-        block_size=options["block_size"],
-        max_num_seqs=options["max_seqs"],
-        max_num_batched_tokens=options["max_batched_tokens"],
-    )
+    with from_command_line({field: _flag(name) for field, name in ENGINE_FIELDS.items()}):
+        config = EngineConfig(**{field: options[name] for field, name in ENGINE_FIELDS.items()})
     if options["kv_blocks"] > MAX_KV_BLOCKS:
-        raise InvalidOption(f"--kv-blocks can be at most {MAX_KV_BLOCKS:,} here.")
+        raise WrongUsage(f"--kv-blocks can be at most {MAX_KV_BLOCKS:,} here.")
     speed, step_ms, token_us = options["speed"], options["step_ms"], options["token_us"]
     if not (1e-6 <= speed <= 1e6 and 1e-3 <= step_ms <= 1e6 and 0 <= token_us <= 1e9):
-        raise InvalidOption(
+        raise WrongUsage(
             "--speed must be between 1e-6 and 1e6, --step-ms between 0.001 and 1e6, "
             "--token-us between 0 and 1e9."
         )
     if options["shared_prefix"] < 0:
-        raise InvalidOption("--shared-prefix must be at least 0.")
+        raise WrongUsage("--shared-prefix must be at least 0.")
     arrivals = [replace(arrival, time_s=arrival.time_s / speed) for arrival in read_trace(trace)]
     cost = CostModel(step_ms / 1e3, token_us / 1e6)
     return Replay(arrivals, config, cost=cost, shared_prefix_tokens=options["shared_prefix"]).run()

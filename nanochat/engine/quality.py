@@ -21,7 +21,7 @@ from nanochat.engine.progress import Progress, ProgressCallback, ignore_progress
 from nanochat.engine.runner import Runner
 from nanochat.engine.scoring import Scorer, TokenScores
 from nanochat.engine.windows import DecodeSpans, Window, decode_spans, sliding_windows
-from nanochat.errors import InvalidOption, NanochatError, NotEnoughMemory
+from nanochat.errors import InvalidOption, NanochatError, NotEnoughMemory, WrongUsage
 
 USUAL_CTX = 2048
 CHUNKS_PER_WINDOW = 4
@@ -134,7 +134,7 @@ class QualityMeter:
         self.options = options or QualityOptions()
         self._progress = progress
         if config.tensor_parallel_size != 1:
-            raise InvalidOption("Perplexity is measured on one device; leave out --tp.")
+            raise WrongUsage("Perplexity is measured on one device; leave out --tp.")
         longest = _longest_window(config, self.options)
         blocks_per_row = -(-longest // config.block_size)
         decodes = self.options.decode_tokens != 0
@@ -262,7 +262,7 @@ def _longest_window(config: EngineConfig, options: QualityOptions) -> int:
     if options.ctx is None:
         return min(USUAL_CTX, limit or USUAL_CTX)
     if limit is not None and options.ctx > limit:
-        raise InvalidOption(f"--ctx {options.ctx:,} is over --max-model-len {limit:,}; ask for that or less.")
+        raise WrongUsage(f"--ctx {options.ctx:,} is over --max-model-len {limit:,}; ask for that or less.")
     return options.ctx
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nanochat.errors import InvalidOption
+from nanochat.errors import InvalidOption, WrongUsage
 
 USUAL_DECODE_TOKENS = 1024
 MIN_DECODED_PER_WINDOW = 64
@@ -47,9 +47,9 @@ def sliding_windows(num_tokens: int, ctx: int, stride: int) -> list[Window]:
         InvalidOption: no window fits, or the stride would leave tokens out.
     """
     if ctx < 2:
-        raise InvalidOption(f"--ctx {ctx} is too short; a window needs two tokens at least.")
+        raise WrongUsage(f"--ctx {ctx} is too short; a window needs two tokens at least.")
     if not 1 <= stride <= ctx:
-        raise InvalidOption(f"--stride must be between 1 and the window's {ctx:,} tokens, not {stride:,}.")
+        raise WrongUsage(f"--stride must be between 1 and the window's {ctx:,} tokens, not {stride:,}.")
     if num_tokens < ctx:
         raise InvalidOption(
             f"The text has {num_tokens:,} tokens, fewer than one window of {ctx:,}; "

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from nanochat.errors import InvalidOption, NanochatError
+from nanochat.errors import NanochatError, WrongUsage
 
 DEFAULT_ADDRESS = "localhost:8000"
 
@@ -22,7 +22,7 @@ def parse_address(text: str) -> tuple[str, int]:
     """``localhost:8000`` as host and port; either may be left out.
 
     Raises:
-        InvalidOption: it isn't one.
+        WrongUsage: it isn't one.
     """
     host, colon, port = text.rpartition(":")
     if not colon:
@@ -30,7 +30,7 @@ def parse_address(text: str) -> tuple[str, int]:
     default_host, _, default_port = DEFAULT_ADDRESS.partition(":")
     port = port or default_port
     if not (port.isdecimal() and 1 <= int(port[:9]) <= 65_535) or any(c.isspace() for c in host):
-        raise InvalidOption(f"--serve-web takes an address such as {DEFAULT_ADDRESS}, not {text[:60]!r}.")
+        raise WrongUsage(f"--serve-web takes an address such as {DEFAULT_ADDRESS}, not {text[:60]!r}.")
     return host.strip("[]") or default_host, int(port)
 
 
@@ -43,7 +43,7 @@ def serve(address: str, options: Sequence[str]) -> int:
     """Serve the app until interrupted; ``options`` are those of the app's command line.
 
     Raises:
-        InvalidOption: the address isn't one.
+        WrongUsage: the address isn't one.
         NanochatError: the extra isn't installed, or the address can't be used.
     """
     host, port = parse_address(address)

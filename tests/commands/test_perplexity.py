@@ -147,14 +147,14 @@ class TestMistakes:
         self.check_message(capsys, "can't be read: Is a directory")
 
     @pytest.mark.parametrize(
-        ("arguments", "sentence"),
+        ("arguments", "status", "sentence"),
         [
-            (["--stride", "0"], "--stride must be at least 1"),
-            (["--stride", "65"], "--stride must be between 1 and"),
-            (["--ctx", "3000"], "over this model's limit of 2,048"),
-            (["--decode-tokens", "5000"], "--decode-tokens must be between 1 and"),
-            (["--kv-blocks", "3"], "takes 4 KV blocks and there are 3"),
-            (["--max-model-len", "20"], "--ctx 64 is over --max-model-len 20"),
+            (["--stride", "0"], 2, "--stride must be at least 1"),
+            (["--stride", "65"], 2, "--stride must be between 1 and"),
+            (["--ctx", "3000"], 1, "over this model's limit of 2,048"),
+            (["--decode-tokens", "5000"], 1, "--decode-tokens must be between 1 and"),
+            (["--kv-blocks", "3"], 1, "takes 4 KV blocks and there are 3"),
+            (["--max-model-len", "20"], 2, "--ctx 64 is over --max-model-len 20"),
         ],
     )
     def test_options(
@@ -163,9 +163,10 @@ class TestMistakes:
         tiny_llama: Path,
         capsys: pytest.CaptureFixture[str],
         arguments: list[str],
+        status: int,
         sentence: str,
     ) -> None:
-        assert perplexity(text, tiny_llama, *arguments) == 1
+        assert perplexity(text, tiny_llama, *arguments) == status
         self.check_message(capsys, sentence)
 
     @pytest.mark.parametrize("option", ["--system=x", "--no-prefix-cache", "--no-cuda-graphs"])

@@ -79,7 +79,7 @@ def test_an_output_without_the_micro_sign(trace: str, monkeypatch: pytest.Monkey
     ("options", "sentence"),
     [
         (["--trace", "none.csv"], "can't be read"),
-        (["--trace", "{trace}", "--kv-blocks", "0"], "num_kv_blocks must be a whole number between 1"),
+        (["--trace", "{trace}", "--kv-blocks", "0"], "--kv-blocks must be a whole number between 1"),
         (["--trace", "{trace}", "--kv-blocks", "10000001"], "--kv-blocks can be at most 10,000,000"),
         (["--trace", "{trace}", "--speed", "0"], "--speed must be between"),
         (["--trace", "{trace}", "--speed", "nan"], "--speed must be between"),
@@ -91,7 +91,8 @@ def test_an_output_without_the_micro_sign(trace: str, monkeypatch: pytest.Monkey
 def test_one_line_says_what_is_wrong(
     trace: str, options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["simulate", *(option.format(trace=trace) for option in options)]) == 1
+    status = 1 if "can't be read" in sentence else 2
+    assert main(["simulate", *(option.format(trace=trace) for option in options)]) == status
     error = capsys.readouterr().err
     assert sentence in error
     assert error.count("\n") == 1
