@@ -1,7 +1,7 @@
 """Ctrl+C in a command: it always ends, soon, with status 130, and without a traceback.
 
 Python raises ``KeyboardInterrupt`` wherever it happens to be; inside an import or a callback from native
-code it may be swallowed, and while Python ends it is printed. So a clock runs from the first interrupt on,
+code it may be swallowed or come out as another error, and while Python ends it is printed. So a clock runs from the first interrupt on,
 and a second one ends the process at once.
 """
 
@@ -45,9 +45,15 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield
+    except BaseException:
+        if is_interrupted:  # whatever native code has made of it, a broken model isn't what happened
+            raise KeyboardInterrupt from None
+        raise
     finally:
         if not is_interrupted:
             signal.signal(signal.SIGINT, before)
+    if is_interrupted:
+        raise KeyboardInterrupt
 
 
 def _end_at_last() -> None:

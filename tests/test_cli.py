@@ -252,6 +252,26 @@ def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch, tiny_llama:
     assert ask(tiny_llama, "hi") == 130
 
 
+@pytest.mark.parametrize("then", ["raise ModelNotFound('damaged')", "raise SystemError", "return '?'"])
+def test_an_interrupt_that_comes_out_as_something_else_is_status_130(then: str) -> None:
+    """As it may where native code calls Python."""
+    program = f"""
+import os, signal, sys
+from nanochat import cli
+from nanochat.commands import ask
+from nanochat.errors import ModelNotFound
+def interrupted(*_):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        {then}
+ask.run = interrupted
+sys.exit(cli.main(["ask", "hi"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 @pytest.mark.parametrize(
     "arguments",
     ["simulate", pytest.param("ask hi --model {model} --device cpu --kv-blocks 64", marks=pytest.mark.slow)],
