@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def count(flag: str, help: str) -> None:
         parser.add_argument(flag, type=int, metavar="N", help=help)
 
-    count("--ctx", "tokens of a window (2048, or the model's limit)")
+    count("--ctx", "tokens of a window (2048, or less if the model or the text has less)")
     count("--stride", "tokens from one window to the next (half a window)")
     count("--limit-tokens", "use only the text's first N tokens")
     count("--decode-tokens", "tokens to score by decoding as well; 0: none (1024, or what the text has)")

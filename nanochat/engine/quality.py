@@ -38,7 +38,7 @@ class QualityOptions:
     compare: bool = False
     """Measure a cache of the model's own type and an INT8 one, side by side."""
     ctx: int | None = None
-    """Length of a window. None: 2,048, or the model's limit if that is less."""
+    """Length of a window. None: 2,048, or the model's limit or the whole text if that is less."""
     stride: int | None = None
     """From one window to the next. None: half a window."""
     limit_tokens: int | None = None
@@ -167,7 +167,11 @@ class QualityMeter:
             NanochatError: the model gives no finite probabilities.
         """
         tokens: list[int] = self.model.tokenizer.encode(text)[: self.options.limit_tokens]
-        windows = sliding_windows(len(tokens), self.ctx, self.stride)
+        ctx, stride = self.ctx, self.stride
+        if self.options.ctx is None and len(tokens) < ctx:
+            ctx = max(2, len(tokens))
+            stride = self.options.stride or ctx // 2
+        windows = sliding_windows(len(tokens), ctx, stride)
         wanted = self.options.decode_tokens
         spans = None if wanted == 0 else decode_spans(windows, wanted)
         scores = self._prefill(tokens, windows)
@@ -183,8 +187,8 @@ class QualityMeter:
             device=self.model.device.type,
             dtype=dtype_name(self.model.dtype),
             tokens=len(tokens),
-            ctx=self.ctx,
-            stride=self.stride,
+            ctx=ctx,
+            stride=stride,
             chunk_tokens=self._chunk_tokens,
             prefill=self._summarise(TokenScores.concatenate(list(scores.values()))),
             decode=decode,

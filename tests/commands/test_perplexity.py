@@ -99,6 +99,17 @@ class TestOutput:
         assert "KL" not in printed
         assert "Greedy" not in printed
 
+    def test_a_short_text_is_one_window(
+        self, text: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        text.write_text("a text of some 24 tokens", encoding="utf-8")
+        model = ["--model", str(tiny_llama), "--device", "cpu", "--dtype", "float32"]
+        assert main(["perplexity", str(text), *model, "--json", "--compare"]) == 0
+        report = printed_json(capsys)
+        assert (report["ctx"], report["stride"], report["tokens"]) == (24, 12, 24)
+        assert report["prefill"]["tokens"] == 23
+        assert main(["perplexity", str(text), *model, "--limit-tokens", "2"]) == 0
+
     def test_settings_count(
         self, text: Path, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
