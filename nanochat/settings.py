@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from nanochat.engine.config import EngineConfig, SamplingParams
+from nanochat.engine.config import EngineConfig, SamplingParams, as_written
 from nanochat.errors import InvalidOption
 
 ThemeName = Literal["dark", "light", "contrast"]
@@ -49,11 +49,11 @@ class AppSettings:
             if choices := get_args(kind):
                 if value not in choices:
                     raise InvalidOption(
-                        f"{option.name} must be one of {', '.join(choices)}, not {value!r:.60}."
+                        f"{option.name} must be one of {', '.join(choices)}, not {as_written(value)}."
                     )
             elif not isinstance(value, kind):
                 what = "true or false" if kind is bool else "text"
-                raise InvalidOption(f"{option.name} must be {what}, not {value!r:.60}.")
+                raise InvalidOption(f"{option.name} must be {what}, not {as_written(value)}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,14 @@ def load_settings(file: Path | None = None) -> Settings:
         if file is None:
             return Settings()
         raise InvalidOption(f"There is no settings file {path}; check the path given to --config.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidOption(f"The settings file {path} can't be read: {error}.") from error
+    except UnicodeDecodeError as error:
+        raise InvalidOption(
+            f"The settings file {path} isn't text in UTF-8 (byte {error.start:,} can't be read); save it as UTF-8."
+        ) from error
+    except OSError as error:
+        raise InvalidOption(
+            f"The settings file {path} can't be read: {error.strerror or error}; name another with --config."
+        ) from error
     try:
         content = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also numbers with thousands of digits, and deep nesting

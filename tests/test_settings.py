@@ -110,3 +110,25 @@ def test_presets_and_looks_are_read(tmp_path: Path) -> None:
     settings = load_settings(write(tmp_path, text))
     assert (settings.app.theme, settings.app.reduced_motion) == ("light", True)
     assert settings.presets == {"très précis": Preset("Kurz.", {"top_k": 3})}
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"\xff", "isn't text in UTF-8 (byte 0 can't be read); save it as UTF-8."),
+        (b"[sampling]\ntemperature = true\n", "not true."),
+        (b"[app]\ntheme = false\n", "not false."),
+        (None, "can't be read: Is a directory; name another with --config."),
+    ],
+)
+def test_messages_are_about_the_file_and_not_about_python(
+    tmp_path: Path, content: bytes | None, sentence: str
+) -> None:
+    path = tmp_path
+    if content is not None:
+        path = tmp_path / "config.toml"
+        path.write_bytes(content)
+    with pytest.raises(InvalidOption) as caught:
+        load_settings(path)
+    assert str(path) in str(caught.value)
+    assert str(caught.value).endswith(sentence)

@@ -77,7 +77,7 @@ def read_text(file: Path) -> str:
             f"{file} isn't text in UTF-8 (byte {error.start:,} can't be read); convert it or use another file."
         ) from None
     except OSError as error:
-        raise InvalidOption(f"{file} can't be read: {error.strerror or error}.") from error
+        raise InvalidOption(f"{file} can't be read: {error.strerror or error}; name a text file.") from error
     if "\0" in text:
         raise InvalidOption(f"{file} holds binary data, not text; use another file.")
     if not text.strip():

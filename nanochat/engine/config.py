@@ -17,6 +17,11 @@ KVDType = Literal["auto", "int8"]
 Weights = Literal["auto", "fp32", "bf16", "int8", "int4"]
 
 
+def as_written(value: object) -> str:
+    """A value for a message, at most 80 characters; truth as settings files write it."""
+    return str(value).lower() if isinstance(value, bool) else f"{value!r:.80}"
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise InvalidOption(message)
@@ -24,7 +29,7 @@ def _require(condition: bool, message: str) -> None:
 
 def _require_choice(name: str, value: str, kind: object) -> None:
     choices = get_args(kind)
-    _require(value in choices, f"{name} must be one of {', '.join(choices)}, not {value!r:.80}.")
+    _require(value in choices, f"{name} must be one of {', '.join(choices)}, not {as_written(value)}.")
 
 
 def _require_int(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -32,7 +37,7 @@ def _require_int(name: str, value: object, low: int, high: int | None = None) ->
     above = is_int and value >= low  # type: ignore[operator]
     below = high is None or (is_int and value <= high)  # type: ignore[operator]
     bound = f"at least {low}" if high is None else f"between {low} and {high}"
-    _require(above and below, f"{name} must be a whole number {bound}, not {value!r:.80}.")
+    _require(above and below, f"{name} must be a whole number {bound}, not {as_written(value)}.")
 
 
 def _require_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
@@ -40,11 +45,11 @@ def _require_number(name: str, value: object, low: float, high: float, *, above:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool)  # comparing also refuses a NaN
     ok = ok and (value > low if above else value >= low) and value <= high  # type: ignore[operator]
     bound = f"above {low:g}" if above else f"at least {low:g}"
-    _require(ok, f"{name} must be a number {bound} and at most {high:g}, not {value!r:.80}.")
+    _require(ok, f"{name} must be a number {bound} and at most {high:g}, not {as_written(value)}.")
 
 
 def _require_flag(name: str, value: object) -> None:
-    _require(isinstance(value, bool), f"{name} must be true or false, not {value!r:.80}.")
+    _require(isinstance(value, bool), f"{name} must be true or false, not {as_written(value)}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

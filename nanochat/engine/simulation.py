@@ -123,8 +123,14 @@ def read_trace(path: Path) -> list[Arrival]:
         with path.open(newline="", encoding="utf-8") as file:
             for line, row in enumerate(csv.DictReader(file), start=2):
                 rows.append(_parse_row(row, path, line))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InvalidOption(f"The trace {path} can't be read: {error}.") from error
+    except UnicodeDecodeError as error:
+        raise InvalidOption(f"The trace {path} isn't text in UTF-8; name a CSV file.") from error
+    except OSError as error:
+        raise InvalidOption(
+            f"The trace {path} can't be read: {error.strerror or error}; check the path."
+        ) from error
+    except csv.Error as error:
+        raise InvalidOption(f"The trace {path} can't be read: {error}; name a CSV file.") from error
     if not rows:
         raise InvalidOption(f"The trace {path} holds no requests.")
     rows.sort(key=lambda row: row[0])

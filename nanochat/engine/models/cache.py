@@ -52,6 +52,11 @@ def build_once(name: str, build: Callable[[Path], None], progress: ProgressCallb
         with _locked(root, progress):
             if not _is_whole(target):  # another process may have built it meanwhile
                 _build(root, target, build)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ModelNotFound(
+            f"Models can't be kept in {root}: it, or what it lies in, is a file and no folder. Move that away, "
+            f"or set {CACHE_DIR_VARIABLE} to a folder."
+        ) from error
     except OSError as error:
         raise ModelNotFound(
             f"The model can't be kept in {root}: {error.strerror or error}. Make room or make it writable, or "

@@ -98,8 +98,8 @@ def _asking(repo_id: str, request: Callable[[], Any]) -> Any:
     except Exception as error:  # the client's HTTP library, another in each version, has its own errors
         raise ModelNotFound(
             f"There is no folder {repo_id} here, and it couldn't be fetched from the Hub "
-            f"({type(error).__name__}). Check the network and the disk's free space and try again: what has "
-            "come is kept."
+            f"({type(error).__name__}). Check the name first, then the network and the disk's free space, and "
+            "try again: what has come is kept."
         ) from error
 
 

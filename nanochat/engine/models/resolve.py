@@ -22,6 +22,8 @@ from nanochat.errors import ModelNotFound
 
 DEFAULT_HUB_MODEL = "Qwen/Qwen3-0.6B"
 
+MAX_SHOWN = 80
+"""Characters of a model's name that a message repeats."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _QUANTISATION = re.compile(r"[.-](i?q\d\w*|[bf]*f?(16|32))$", re.IGNORECASE)
 """The end of a GGUF file's name that tells its number format: ``-Q4_K_M``, ``.BF16``."""
@@ -53,7 +55,9 @@ def resolve_model(spec: str, progress: ProgressCallback = ignore_progress) -> Re
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
     except OSError as error:  # a folder above that may not be entered, or a name too long to be one
-        raise ModelNotFound(f"{spec} can't be read: {error.strerror or error}.") from error
+        raise ModelNotFound(
+            f"{_shown(spec)} can't be read: {error.strerror or error}; check the path."
+        ) from error
     if is_folder:
         return _from_folder(path)
     if path.suffix.lower() == ".gguf":
@@ -64,7 +68,7 @@ def resolve_model(spec: str, progress: ProgressCallback = ignore_progress) -> Re
         )
     if not _HUB_ID.fullmatch(spec):
         raise ModelNotFound(
-            f"There is no {spec}. Name a folder with a model, a .gguf file, or a Hub id such as "
+            f"There is no {_shown(spec)}. Name a folder with a model, a .gguf file, or a Hub id such as "
             f"{DEFAULT_HUB_MODEL}."
         )
     folder = cached_model(spec)
@@ -72,6 +76,11 @@ def resolve_model(spec: str, progress: ProgressCallback = ignore_progress) -> Re
         folder = download_model(spec, progress)
         check_folder(folder)
     return ResolvedModel(folder, spec.rpartition("/")[2])
+
+
+def _shown(spec: str) -> str:
+    """A name for a message, its middle left out if it is long: a path's end tells most."""
+    return spec if len(spec) <= MAX_SHOWN else f"{spec[:20]}…{spec[21 - MAX_SHOWN :]}"
 
 
 def _default(progress: ProgressCallback) -> ResolvedModel:
@@ -93,7 +102,7 @@ def _from_gguf(file: Path, progress: ProgressCallback) -> ResolvedModel:
         file = file.resolve(strict=True)
         status = file.stat()
     except OSError as error:
-        raise ModelNotFound(f"{file} can't be read: {error.strerror or error}.") from error
+        raise ModelNotFound(f"{file} can't be read: {error.strerror or error}; check the path.") from error
     name = _QUANTISATION.sub("", file.stem) or file.stem
     identity = f"{file}\n{status.st_size}\n{status.st_mtime_ns}"
     key = f"{name[:64]}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"

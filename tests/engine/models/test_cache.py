@@ -170,3 +170,11 @@ def test_a_full_disk(root: Path) -> None:
 
     with pytest.raises(ModelNotFound, match=r"No space left on device\. Make room"):
         build_once("a-model", fill, ignore_progress)
+
+
+def test_a_file_in_the_place_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    for place in ("file", "file/below"):
+        monkeypatch.setenv(CACHE_DIR_VARIABLE, str(tmp_path / place))
+        with pytest.raises(ModelNotFound, match="is a file and no folder"):
+            build_once("model", lambda _: None, lambda _: None)

@@ -142,7 +142,7 @@ class TestRefusals:
 
     def test_no_network(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-        with pytest.raises(ModelNotFound, match="Check the network"):
+        with pytest.raises(ModelNotFound, match="Check the name first, then the network"):
             resolve_model(REPO)
 
     def test_only_pickles(self, hub: HubServer, source: Path) -> None:

@@ -90,7 +90,9 @@ class TestGguf:
         assert load_model_config(resolve_model(str(longest)).path).num_layers == 4
 
     def test_missing(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelNotFound, match=r"none\.gguf can't be read: No such file"):
+        with pytest.raises(
+            ModelNotFound, match=r"none\.gguf can't be read: No such file or directory; check the path"
+        ):
             resolve_model(str(tmp_path / "none.gguf"))
 
 
@@ -149,6 +151,12 @@ class TestRefusals:
     def test_a_name_too_long_for_a_file(self, spec: str) -> None:
         with pytest.raises(ModelNotFound, match="File name too long"):
             resolve_model(spec)
+
+    @pytest.mark.parametrize("spec", ["/nowhere/" + "x" * 200, "/" + "y/" * 3000])
+    def test_a_long_name_is_cut_in_the_message(self, spec: str) -> None:
+        with pytest.raises(ModelNotFound) as caught:
+            resolve_model(spec)
+        assert spec[:20] + "…" + spec[-59:] in str(caught.value)
 
     def test_a_folder_that_may_not_be_entered(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(path: Path) -> bool:
