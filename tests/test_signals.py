@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -116,12 +117,53 @@ def test_the_app_is_stopped_and_goes_on(long_llama: Path, tmp_path: Path) -> Non
         before = len(terminal.written)
         terminal.process.send_signal(signal.SIGCONT)
         until(lambda: b"\x1b[?1049h" in terminal.written[before:])
-        until(lambda: b"tok/s" in terminal.written[before:])
+        # What never changes is drawn again too.
+        until(
+            lambda: all(text in terminal.written[before:] for text in (b"tok/s", b"kv float32", b"^P")),
+            QUICK_S,
+        )
         assert not terminal.is_as_before
         terminal.send("\x11")  # ^Q
         assert terminal.wait(QUICK_S) == 0
     check_given_back(terminal.written)
     check_saved(tmp_path)
+
+
+@pytest.mark.slow
+def test_ctrl_z_gives_the_terminal_to_the_shell_until_fg(long_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(CONFIG)
+    app = [
+        sys.executable,
+        "-m",
+        "nanochat",
+        "--model",
+        str(long_llama),
+        "--config",
+        str(tmp_path / "config.toml"),
+    ]
+    # With job control, the shell goes on when the app stops.
+    shell = f"{shlex.join(app)}; echo put''aside; sleep 1; fg"
+    terminal = Terminal(["sh", "-mc", shell], environment(tmp_path))
+    try:
+        until(lambda: b"kv float32" in terminal.written)
+        terminal.send("\x1a")
+        until(lambda: b"putaside" in terminal.written, QUICK_S)
+        check_given_back(terminal.written)
+        before = terminal.written.index(b"putaside")
+        until(lambda: all(text in terminal.written[before:] for text in (b"kv float32", b"^P")), QUICK_S)
+        terminal.send("\x11")  # ^Q
+        assert terminal.wait(QUICK_S) == 0
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+    check_given_back(terminal.written)
+
+
+@pytest.mark.slow
+def test_ctrl_z_without_a_shell_is_refused(long_llama: Path, tmp_path: Path) -> None:
+    with running_app(long_llama, tmp_path) as terminal:
+        terminal.send("\x1a")
+        until(lambda: b"no shell to go" in terminal.written, QUICK_S)
 
 
 ASK = [

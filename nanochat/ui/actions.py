@@ -132,6 +132,7 @@ ACTIONS: tuple[Action, ...] = (
         Action("command_palette", "Commands", "search everything here by name", "ctrl+p", footer="commands", in_palette=False),
         Action("help", "Help", "this page", "f1", "help", footer="help"),
         Action("interrupt", "Copy, stop or quit", "copies a selection, or stops; twice when idle quits", "ctrl+c", in_palette=False, place="app"),
+        Action("suspend", "Suspend", "back to the shell until fg; ^_ undoes in the prompt", "ctrl+z", place="app"),
         Action("quit", "Quit", "leave at once", "ctrl+q", "quit", place="app"),
     ),
 )  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
-from textual.app import App
+from textual.app import App, SuspendNotSupported
 from textual.binding import BindingType
 from textual.screen import Screen
 from textual.widgets import TextArea
@@ -122,7 +123,7 @@ class NanochatApp(App[None]):
         return screen
 
     def on_mount(self) -> None:
-        self.signals.attach(self.leave)
+        self.signals.attach(self.leave, lambda: self.refresh(layout=True))
         self.call_after_refresh(self._loader.start)  # importing PyTorch would delay the first paint
 
     async def on_history_opened(self, event: HistoryOpened) -> None:
@@ -210,6 +211,20 @@ class NanochatApp(App[None]):
     async def _copy_with(self, command: Sequence[str], text: str) -> None:
         if not await clipboard.give_to(command, text):
             logger.warning("%s could not copy", command[0])
+
+    def action_suspend(self) -> None:
+        """Stop, as ^Z does with other programs, and give the terminal to the shell until ``fg``."""
+        # Without a job of its own (started by tmux or ssh directly) no shell is there to wake it again.
+        has_shell = hasattr(signal, "SIGSTOP") and os.getpgrp() != os.getsid(0)
+        try:
+            if not has_shell:
+                raise SuspendNotSupported
+            with self.suspend():
+                os.kill(0, signal.SIGSTOP)  # the whole job: what has started the app would wait for it
+        except SuspendNotSupported:
+            self.notify(
+                "The app can't be put aside here: there is no shell to go back to.", severity="warning"
+            )
 
     async def action_quit(self) -> None:
         self.leave()

@@ -17,7 +17,10 @@ from nanochat.sanitize import sanitize
 def editing_keys(kind: type[Widget]) -> dict[str, str]:
     """Actions of a kind of widget by key."""
     bindings = [binding for binding in kind.BINDINGS if isinstance(binding, Binding)]
-    return {key: binding.action for binding in bindings for key in binding.key.split(",")}
+    keys = {key: binding.action for binding in bindings for key in binding.key.split(",")}
+    if "ctrl+z" in keys:  # which suspends the app; this is undo in shells, too
+        keys["ctrl+underscore"] = keys["ctrl+z"]
+    return keys
 
 
 _LINE_KEYS = editing_keys(Input)

@@ -2,7 +2,8 @@
 
 The app leaves as if the user had quit, so that chats are saved and the terminal is given back. Where it
 can't, because its terminal is gone or takes nothing any more, the process ends all the same. Stopping and
-going on (SIGTSTP, SIGCONT) is Textual's part.
+going on (SIGTSTP, SIGCONT) is Textual's part; it clears the screen but draws only what changes afterwards,
+so the whole screen is drawn again here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 
 GRACE_S = 4.0
@@ -34,15 +36,18 @@ class EndingSignals:
         self._save = save
         self._leave: Callable[[], object] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_awaiting = False
 
     @property
     def status(self) -> int | None:
         """The exit status that tells of the signal, as shells have it: 130 for an interrupt."""
         return None if self.number is None else 128 + self.number
 
-    def attach(self, leave: Callable[[], object]) -> None:
-        """From now on ``leave`` is called, on the running event loop, when a signal comes."""
+    def attach(self, leave: Callable[[], object], repaint: Callable[[], object]) -> None:
+        """From now on, on the running event loop, ``leave`` is called when a signal comes, ``repaint`` on going on."""
         self._loop, self._leave = asyncio.get_running_loop(), leave
+        if self._is_awaiting and hasattr(signal, "SIGCONT"):
+            _call_after(signal.SIGCONT, partial(self._loop.call_soon_threadsafe, repaint))
         if self.number is not None:
             self._loop.call_soon(leave)
 
@@ -51,6 +56,8 @@ class EndingSignals:
         """Inside, signals that would end the process end the app. Those that are ignored stay so (nohup)."""
         attributes = _terminal_attributes()
         before = {number: signal.getsignal(number) for number in ENDING}
+        going_on = signal.getsignal(signal.SIGCONT) if hasattr(signal, "SIGCONT") else None
+        self._is_awaiting = True
 
         def handle(number: int, _: FrameType | None) -> None:
             if self.number is not None:
@@ -67,6 +74,9 @@ class EndingSignals:
         try:
             yield
         finally:
+            self._is_awaiting = False
+            if going_on is not None:
+                signal.signal(signal.SIGCONT, going_on)
             for number, handler in before.items():
                 # The process is about to end; another signal must not disturb it.
                 signal.signal(number, handler if self.number is None else signal.SIG_IGN)
@@ -81,6 +91,19 @@ class EndingSignals:
             with suppress(termios.error):
                 termios.tcsetattr(sys.__stdin__.fileno(), termios.TCSANOW, attributes)  # type: ignore[union-attr, arg-type]
         os._exit(self.status or 1)
+
+
+def _call_after(number: signal.Signals, then: Callable[[], object]) -> None:
+    """Have ``then`` called after the signal's handler of now."""
+    first = signal.getsignal(number)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if callable(first):
+            first(number, frame)
+        with suppress(RuntimeError):  # the loop has just been closed
+            then()
+
+    signal.signal(number, handle)
 
 
 def _terminal_attributes() -> list[object] | None:

@@ -243,7 +243,7 @@ async def test_folded_pastes_go_as_one_and_no_two_are_mixed_up(tiny_llama: Path)
             driver.prompt.move_cursor((0, place))
             await driver.press(key)
             assert driver.prompt.full_text == second
-            await driver.press("ctrl+z")
+            await driver.press("ctrl+underscore")
             assert driver.prompt.full_text == first + second
         driver.prompt.move_cursor((0, 5))
         await driver.press("x", "backspace", "backspace")
