@@ -163,7 +163,7 @@ def test_ctrl_z_gives_the_terminal_to_the_shell_until_fg(long_llama: Path, tmp_p
 def test_ctrl_z_without_a_shell_is_refused(long_llama: Path, tmp_path: Path) -> None:
     with running_app(long_llama, tmp_path) as terminal:
         terminal.send("\x1a")
-        until(lambda: b"no shell to go" in terminal.written, QUICK_S)
+        until(lambda: b"put aside here" in terminal.written, QUICK_S)
 
 
 ASK = [
