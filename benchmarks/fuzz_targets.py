@@ -17,7 +17,7 @@ from contextlib import closing
 from pathlib import Path
 
 import gguf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 
 from benchmarks.engine import SHAPES, write_random_model
@@ -96,6 +96,7 @@ class Bases:
         self.model = write_random_model(folder / "model", SHAPE)
         self.gguf = folder / "model.gguf"
         self.history = folder / "history.db"
+        _join_shards(self.model)
         _add_chat_files(self.model)
         _write_gguf(self.model, self.gguf)
         self.chat_json = _write_history(self.history)
@@ -126,6 +127,16 @@ def _add_chat_files(model: Path) -> None:
     (model / "generation_config.json").write_text(json.dumps(generation))
     (model / "modeling_evil.py").write_text(_EVIL_MODULE)
     (model / "tokenization_evil.py").write_text(_EVIL_MODULE)
+
+
+def _join_shards(model: Path) -> None:
+    """Weights in one file, as most small models have them: the damages are made for that."""
+    tensors = {}
+    for shard in sorted(model.glob("*.safetensors")):
+        tensors.update(load_file(shard))
+        shard.unlink()
+    (model / "model.safetensors.index.json").unlink()
+    save_file(tensors, model / "model.safetensors")
 
 
 def _write_gguf(model: Path, path: Path) -> None:
