@@ -214,7 +214,8 @@ def _check_key(action_id: str, name: str) -> None:
         raise InvalidOption(
             f'"{action_id}" has no key "{name[:30]}"; write it like "ctrl+g", "alt+left", "shift+f2" or "f9".'
         )
-    if find(action_id).place != "prompt" and not key_names.is_free(name):
+    in_prompt = find(action_id).place == "prompt"
+    if key_names.writes(name) if in_prompt else not key_names.is_free(name):
         raise InvalidOption(f'"{action_id}" can\'t have the key {name}, which is needed for writing.')
 
 

@@ -42,6 +42,12 @@ def exists(key: str) -> bool:
     )
 
 
+def writes(key: str) -> bool:
+    """Whether the key writes a character."""
+    *modifiers, name = key.split("+")
+    return not set(modifiers) - {"shift"} and (len(name) == 1 or name in _PRINTS)
+
+
 def is_free(key: str) -> bool:
     """Whether a command may have this key: neither writes a character nor is needed to edit text."""
     *modifiers, name = key.split("+")

@@ -67,6 +67,8 @@ def test_any_text_as_a_key_makes_a_table_or_a_sentence(text: str) -> None:
         ({"frok_chat": "ctrl+g"}, '"frok_chat" is no action'),
         ({"fork_chat": "ctrl+n"}, '"new_chat" and "fork_chat" both have the key ctrl+n'),
         ({"fork_chat": "x"}, "needed for writing"),
+        ({"send": "a"}, "needed for writing"),
+        ({"new_line": "space"}, "needed for writing"),
         ({"fork_chat": "strg+g"}, 'no key "strg+g"'),
         ({"fork_chat": ""}, "needs the name of a key"),
     ],
