@@ -140,6 +140,9 @@ class TabBar(HorizontalScroll):
         if tab is not None and tab.parent is self:
             self.scroll_to_widget(tab, animate=False, force=True, immediate=True)
 
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._bring_into_view)
+
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
         event.stop()
         self.scroll_relative(x=8, animate=False)

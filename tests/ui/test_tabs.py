@@ -10,6 +10,7 @@ import pytest
 import textual
 from textual._xterm_parser import XTermParser
 
+from nanochat.ui.tab_bar import TabBar
 from nanochat.ui.tab_picker import TabPicker, TitleDialog
 from nanochat.ui.textual_private import let_alt_digits_through
 from tests.ui.driver import Driver, started
@@ -176,3 +177,12 @@ async def test_the_list_of_many_tabs_shows_the_chosen_one_and_the_keys(tiny_llam
         await driver.press("up", "up", "enter")
         await driver.settle()
         assert driver.app.main_screen.workspace.number(driver.chat) == 29
+
+
+async def test_the_active_tab_stays_in_view_when_the_terminal_shrinks(tiny_llama: Path) -> None:
+    async with started(tiny_llama, hold=True) as driver:
+        for _ in range(8):
+            await driver.press("ctrl+n")
+        bar = driver.app.main_screen.query_one(TabBar)
+        await driver.pilot.resize_terminal(40, 20)
+        await driver.until(lambda: bar.query_one(".-active").region.right <= bar.region.right == 40)
