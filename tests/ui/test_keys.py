@@ -138,7 +138,8 @@ def test_no_default_key_hides_one_of_the_prompt_but_on_purpose() -> None:
         for key in binding.key.split(",")
     }
     taken = {key for action in ACTIONS if action.place != "prompt" for key in key_names.split(action.keys)}
-    on_purpose = {"ctrl+w", "ctrl+f", "ctrl+c", "pageup", "pagedown", "f6", "f7"}
+    # ^Z suspends, as in any terminal program; ^_ undoes.
+    on_purpose = {"ctrl+w", "ctrl+f", "ctrl+c", "ctrl+z", "pageup", "pagedown", "f6", "f7"}
     assert taken & set(editing) <= on_purpose
 
 
