@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from nanochat.engine.models.weights import weight_files
+from nanochat.engine.panics import panics_refused
 from nanochat.engine.template_sandbox import literal_text
-from nanochat.errors import HistoryError, ModelNotFound
+from nanochat.errors import HistoryError, ModelNotFound, UnsupportedModel
 from nanochat.history import History
 from nanochat.history.transfer import parse_json
 from nanochat.stray_output import diverted
@@ -152,3 +153,16 @@ def test_what_is_diverted_lands_in_a_private_log(tmp_path: Path) -> None:
         os.write(2, b"two")
     assert log.read_text() == "one two"
     assert (log.stat().st_mode & 0o777, log.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+def test_a_tokenizer_that_panics_on_a_text_is_told_in_a_sentence() -> None:
+    """Found in a damaged file: it loads, and its native code counts past the end of its own vocabulary."""
+
+    class PanicException(BaseException):  # named as the tokenizer's
+        pass
+
+    sentence = r"tokenizer fails on the text \(index out of bounds\)"
+    with pytest.raises(UnsupportedModel, match=sentence), panics_refused():
+        raise PanicException("index out of bounds")
+    with pytest.raises(KeyboardInterrupt), panics_refused():
+        raise KeyboardInterrupt

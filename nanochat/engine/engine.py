@@ -31,6 +31,7 @@ from nanochat.engine.live_request import LiveRequest
 from nanochat.engine.loading import LoadedModel, load_model
 from nanochat.engine.memory import kv_bytes_per_token
 from nanochat.engine.outputs import TokenLogprobs
+from nanochat.engine.panics import panics_refused
 from nanochat.engine.pipeline import GPU_STEPS_AHEAD, Outcome, Pipeline
 from nanochat.engine.progress import ProgressCallback, ignore_progress
 from nanochat.engine.prompt_encoding import encodable
@@ -207,7 +208,8 @@ class Engine:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            token_ids = list(self.tokenizer.encode(encodable(prompt)))
+            with panics_refused():
+                token_ids = list(self.tokenizer.encode(encodable(prompt)))
         else:
             token_ids = self._encode_items(prompt)
         if not token_ids:

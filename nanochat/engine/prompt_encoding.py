@@ -16,6 +16,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from nanochat.engine.panics import panics_refused
 from nanochat.errors import InvalidOption, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -103,9 +104,14 @@ class PromptEncoder:
 
         Raises:
             InvalidOption: the tokenizer can't write a guarded control token as plain text.
+            UnsupportedModel: the tokenizer fails on the text.
         """
         if not text:
             return []
+        with panics_refused():
+            return self._encode_after(before, text)
+
+    def _encode_after(self, before: str, text: str) -> list[int]:
         context = self._scanner.context(before)
         ids, offsets = self._encode(context + text)
         if not context:

@@ -17,6 +17,7 @@ from nanochat.engine.config import EngineConfig
 from nanochat.engine.device import dtype_name
 from nanochat.engine.loading import load_model
 from nanochat.engine.memory import allocate_caches, kv_bytes_per_token
+from nanochat.engine.panics import panics_refused
 from nanochat.engine.progress import Progress, ProgressCallback, ignore_progress
 from nanochat.engine.runner import Runner
 from nanochat.engine.scoring import Scorer, TokenScores
@@ -166,7 +167,8 @@ class QualityMeter:
             InvalidOption: the text is too short for the options.
             NanochatError: the model gives no finite probabilities.
         """
-        tokens: list[int] = self.model.tokenizer.encode(text)[: self.options.limit_tokens]
+        with panics_refused():
+            tokens: list[int] = self.model.tokenizer.encode(text)[: self.options.limit_tokens]
         ctx, stride = self.ctx, self.stride
         if self.options.ctx is None and len(tokens) < ctx:
             ctx = max(2, len(tokens))

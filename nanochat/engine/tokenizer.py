@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanochat.engine.chat_template import ChatTemplate
 from nanochat.engine.models.config_reader import read_json_object
+from nanochat.engine.panics import is_panic
 from nanochat.errors import InvalidOption, ModelNotFound, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -89,8 +90,7 @@ def _why_unusable(folder: Path, error: BaseException) -> str:
 
 
 def _is_load_failure(error: BaseException) -> bool:
-    # A panic inside the Rust tokenizer reaches Python as a BaseException of its own.
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    return isinstance(error, Exception) or is_panic(error)
 
 
 def eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
