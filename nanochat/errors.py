@@ -1,6 +1,7 @@
 """Errors a user can cause. Each message is one sentence or two that say what to do.
 
-Commands print the message alone and exit with status 1, or 2 for :class:`WrongUsage`; the app shows it in the chat it concerns.
+Commands print the message alone and exit with status 1, or 2 for :class:`WrongUsage`; the app shows it in
+the chat it concerns.
 """
 
 from __future__ import annotations
@@ -44,3 +45,13 @@ class RankLost(NanochatError):
 
 class HistoryError(NanochatError):
     """The chat history can't be opened, read or written; the message says why and what helps."""
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """An error's own words, fit for a terminal: printable, on one line, of at most ``limit`` characters."""
+    return "".join(filter(str.isprintable, " ".join(str(error).split())))[:limit]
+
+
+def reason_of(error: BaseException) -> str:
+    """The same within a sentence of ours, so without a full stop; its type where it has no words."""
+    return one_line(error, 300).rstrip(".") or type(error).__name__

@@ -1,8 +1,8 @@
 """Ctrl+C in a command: it always ends, soon, with status 130, and without a traceback.
 
 Python raises ``KeyboardInterrupt`` wherever it happens to be; inside an import or a callback from native
-code it may be swallowed or come out as another error, and while Python ends it is printed. So a clock runs from the first interrupt on,
-and a second one ends the process at once.
+code it may be swallowed or come out as another error, and while Python ends it is printed. So a clock runs
+from the first interrupt on, and a second one ends the process at once.
 """
 
 from __future__ import annotations

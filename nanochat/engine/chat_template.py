@@ -5,7 +5,6 @@ Knows tokenizers and Jinja templates; nothing of requests, conversations or scre
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -16,7 +15,7 @@ from jinja2 import TemplateError
 from nanochat.engine.prompt_encoding import PLACEHOLDER, PromptEncoder, encodable, placeholders
 from nanochat.engine.template_budget import TemplateLimitExceeded
 from nanochat.engine.template_sandbox import TemplateRefusal, literal_text, render_template
-from nanochat.errors import InvalidOption, UnsupportedModel
+from nanochat.errors import InvalidOption, UnsupportedModel, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,7 +93,7 @@ class ChatTemplate:
             return self._render_alternating(guarded, now, variables)
         except TemplateRefusal as error:
             raise InvalidOption(
-                f"The model's chat template doesn't take these messages: {_one_line(error)}"
+                f"The model's chat template doesn't take these messages: {one_line(error)}"
             ) from error
 
     def encode(self, text: str, before: str = "") -> list[int]:
@@ -186,11 +185,11 @@ class ChatTemplate:
             raise
         except TemplateLimitExceeded as error:
             raise UnsupportedModel(
-                f"The model's chat template was stopped because {_one_line(error)}; use another model."
+                f"The model's chat template was stopped because {one_line(error)}; use another model."
             ) from error
         except TemplateError as error:
             raise UnsupportedModel(
-                f"The model's chat template doesn't work ({_one_line(error)}); use another model."
+                f"The model's chat template doesn't work ({one_line(error)}); use another model."
             ) from error
 
 
@@ -254,9 +253,3 @@ def _join_runs(messages: list[dict[str, str]]) -> list[dict[str, str]]:
         else:
             joined.append(message)
     return joined
-
-
-def _one_line(error: Exception) -> str:
-    """A template's words, fit for a terminal: printable, one line, not too long."""
-    text = re.sub(r"\s+", " ", str(error))
-    return "".join(character for character in text if character.isprintable())[:200]

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from nanochat.engine.ranks import BEAT_S, RankSetup
-from nanochat.errors import NanochatError
+from nanochat.errors import NanochatError, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +73,9 @@ def _follow(setup: RankSetup, reports: _Reports) -> None:
 
 
 def _sentence(setup: RankSetup, error: BaseException) -> str:
-    reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
     return (
         f"Process {setup.shard.rank + 1} of the {setup.shard.size} that the model is divided among failed "
-        f"({reason}). Load the model again, or restart nanochat."
+        f"({reason_of(error)}). Load the model again, or restart nanochat."
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nanochat.errors import UnsupportedModel
+from nanochat.errors import UnsupportedModel, one_line
 
 
 def is_panic(error: BaseException) -> bool:
@@ -25,7 +25,7 @@ def panics_refused() -> Iterator[None]:
     except BaseException as error:
         if not is_panic(error):
             raise
-        reason = "".join(filter(str.isprintable, str(error)))[:200]
         raise UnsupportedModel(
-            f"This model's tokenizer fails on the text ({reason}); fetch the model again or choose another."
+            f"This model's tokenizer fails on the text ({one_line(error)}); "
+            "fetch the model again or choose another."
         ) from error

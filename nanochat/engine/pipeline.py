@@ -21,7 +21,7 @@ from nanochat.engine.outputs import TokenLogprobs
 from nanochat.engine.request import Request, RequestStatus
 from nanochat.engine.runner import LaunchedStep, Runner
 from nanochat.engine.scheduler import Scheduler, StepPlan
-from nanochat.errors import RankLost
+from nanochat.errors import RankLost, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -172,5 +172,4 @@ def _why_failed(plan: StepPlan, error: Exception) -> str:
             "start with fewer --max-batched-tokens or --kv-blocks."
         )
     logger.error("step %d failed", plan.step, exc_info=error)
-    reason = " ".join(str(error).split())[:300].rstrip(".")
-    return f"This step failed: {reason or type(error).__name__}. Try again."
+    return f"This step failed: {reason_of(error)}. Try again."

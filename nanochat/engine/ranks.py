@@ -33,7 +33,7 @@ from nanochat.engine.models.shard import Shard
 from nanochat.engine.parallel import Group
 from nanochat.engine.progress import Progress, ProgressCallback
 from nanochat.engine.step_message import PackedStep, RecordedStep, encode
-from nanochat.errors import NanochatError, RankLost
+from nanochat.errors import NanochatError, RankLost, reason_of
 from nanochat.stray_output import log_file, open_log
 
 logger = logging.getLogger(__name__)
@@ -246,7 +246,7 @@ class Ranks:
         deadline = time.monotonic() + 2 * BEAT_S
         while self.lost is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)  # a death is seen a moment after the lines to it are cut
-        reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        reason = reason_of(error)
         self._lose(f"A step of the divided model failed ({reason}). {_REMEDY}")
         return RankLost(self.lost or reason)
 

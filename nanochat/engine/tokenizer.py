@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nanochat.engine.chat_template import ChatTemplate
 from nanochat.engine.models.config_reader import read_json_object
 from nanochat.engine.panics import is_panic
-from nanochat.errors import InvalidOption, ModelNotFound, UnsupportedModel
+from nanochat.errors import InvalidOption, ModelNotFound, UnsupportedModel, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,10 +82,9 @@ def _load_with_auto(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _why_unusable(folder: Path, error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    if "trust_remote_code" in text:
+    if "trust_remote_code" in str(error):
         return f"The tokenizer in {folder} needs code that comes with the model, which is never run."
-    reason = "".join(filter(str.isprintable, text))[:200] or type(error).__name__
+    reason = one_line(error) or type(error).__name__
     return f"The tokenizer in {folder} can't be read ({reason}); fetch the model again or choose another."
 
 
