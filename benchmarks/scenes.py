@@ -111,14 +111,18 @@ async def start(stage: Stage) -> None:
     stage.main.pane(stage.main.chat).take_prompt("What can I see in Lisbon in one day?")
 
 
-async def busy(stage: Stage, tabs: int = 4, tokens: int = 60) -> None:
-    """The first chat answers a second time beside a fork of it and others, all at once."""
-    chat = stage.main.chat
-    chat.sampling = dict(SAMPLING)
+async def forked(stage: Stage) -> None:
+    """A chat with an answer, and a fork of it that is answering."""
+    stage.main.chat.sampling = dict(SAMPLING)
     stage.ask(FIRST)
     await stage.until_idle()
     await stage.fork()
     stage.ask(FORK_FOLLOW_UP)
+
+
+async def busy(stage: Stage, tabs: int = 4, tokens: int = 60) -> None:
+    """The first chat answers a second time beside a fork of it and others, all at once."""
+    await forked(stage)
     for prompt in PROMPTS[: tabs - 2]:
         (await stage.new_tab()).sampling = dict(SAMPLING)
         stage.ask(prompt)
@@ -151,12 +155,7 @@ async def preempted(stage: Stage) -> None:
 
 
 async def fork(stage: Stage) -> None:
-    chat = stage.main.chat
-    chat.sampling = dict(SAMPLING)
-    stage.ask(FIRST)
-    await stage.until_idle()
-    await stage.fork()
-    stage.ask(FORK_FOLLOW_UP)
+    await forked(stage)
     await stage.show(1)
     stage.ask(FOLLOW_UP)
     await stage.show(2)

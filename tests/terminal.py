@@ -15,6 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 WAIT_S = 90.0
+ENDLESS = """
+[engine]
+device = "cpu"
+dtype = "float32"
+num_kv_blocks = 4096
+max_model_len = 65536
+
+[sampling]
+max_tokens = 60000
+ignore_eos = true
+temperature = 0.0
+"""
+"""A settings file under which a small model's answers go on for as long as a test lasts."""
 
 
 class Terminal:

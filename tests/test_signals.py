@@ -17,21 +17,9 @@ import pytest
 
 from nanochat.history import History
 from nanochat.ui.signals import GRACE_S, EndingSignals
-from tests.terminal import Terminal, until
+from tests.terminal import ENDLESS, Terminal, until
 
 QUICK_S = 5.0
-CONFIG = """
-[engine]
-device = "cpu"
-dtype = "float32"
-num_kv_blocks = 4096
-max_model_len = 65536
-
-[sampling]
-max_tokens = 60000
-ignore_eos = true
-temperature = 0.0
-"""
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -42,7 +30,7 @@ def environment(folder: Path) -> dict[str, str]:
 @contextmanager
 def running_app(model: Path, folder: Path) -> Iterator[Terminal]:
     """The app in a terminal with an answer under way, whose beginning is saved."""
-    (folder / "config.toml").write_text(CONFIG)
+    (folder / "config.toml").write_text(ENDLESS)
     command = [
         sys.executable,
         "-m",
@@ -131,7 +119,7 @@ def test_the_app_is_stopped_and_goes_on(long_llama: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_ctrl_z_gives_the_terminal_to_the_shell_until_fg(long_llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text(CONFIG)
+    (tmp_path / "config.toml").write_text(ENDLESS)
     app = [
         sys.executable,
         "-m",
@@ -190,7 +178,7 @@ def test_a_signal_ends_an_answer(
     long_llama: Path, tmp_path: Path, number: signal.Signals, status: int, delay_s: float | None
 ) -> None:
     """While Python's modules are imported, while the model is loaded, while it answers (None)."""
-    (tmp_path / "config.toml").write_text(CONFIG)
+    (tmp_path / "config.toml").write_text(ENDLESS)
     options = ["--model", str(long_llama), "--config", str(tmp_path / "config.toml"), "question"]
     terminal = Terminal([*ASK, *options], environment(tmp_path))
     try:
@@ -231,7 +219,7 @@ sys.exit(start())
 @pytest.mark.parametrize("presses", [1, 2])
 def test_an_interrupt_at_any_moment_is_no_traceback(long_llama: Path, tmp_path: Path, presses: int) -> None:
     """Also while modules are imported, where Python may swallow it."""
-    (tmp_path / "config.toml").write_text(CONFIG)
+    (tmp_path / "config.toml").write_text(ENDLESS)
     options = ["--model", str(long_llama), "--config", str(tmp_path / "config.toml"), "question"]
     for step in range(8):
         terminal = Terminal([*FROM_OUR_FIRST_LINE, *options], environment(tmp_path))
@@ -251,7 +239,7 @@ def test_an_interrupt_at_any_moment_is_no_traceback(long_llama: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_a_closed_terminal_ends_an_answer(long_llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text(CONFIG)
+    (tmp_path / "config.toml").write_text(ENDLESS)
     options = ["--model", str(long_llama), "--config", str(tmp_path / "config.toml"), "question"]
     terminal = Terminal([*ASK, *options], environment(tmp_path))
     try:

@@ -10,27 +10,15 @@ from pathlib import Path
 import pytest
 
 from nanochat.history import History
-from tests.terminal import Terminal, until
+from tests.terminal import ENDLESS, Terminal, until
 
 TABS = 8
 QUIT_S = 2.0
-CONFIG = """
-[engine]
-device = "cpu"
-dtype = "float32"
-num_kv_blocks = 4096
-max_model_len = 65536
-
-[sampling]
-max_tokens = 60000
-ignore_eos = true
-temperature = 0.0
-"""
 
 
 @pytest.mark.slow
 def test_eight_busy_tabs_in_a_terminal_and_a_quick_way_out(long_llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text(CONFIG)
+    (tmp_path / "config.toml").write_text(ENDLESS)
     environment = os.environ | {"TERM": "xterm-256color", "NANOCHAT_DATA_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "nanochat", "--model", str(long_llama)]
     terminal = Terminal([*command, "--config", str(tmp_path / "config.toml")], environment)
