@@ -103,6 +103,17 @@ class Detokenizer:
         return text[:certain]
 
 
+class TokenSpeller:
+    """The bytes that single tokens stand for, wherever in a text: a token may be a part of a character."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._decoder = _decoder_for(tokenizer, skip_special_tokens=False)
+
+    def spell(self, token_id: int) -> bytes:
+        """Empty for an id that is no token."""
+        return self._decoder.spell(token_id)
+
+
 class _StopString:
     """Knuth-Morris-Pratt: how much of one stop string the text ends with, in constant time a character."""
 
@@ -138,6 +149,9 @@ class _Decoder(Protocol):
 
     def finish(self) -> str:
         """The text that was waiting for another token."""
+
+    def spell(self, token_id: int) -> bytes:
+        """The bytes of a token, whatever came before it."""
 
 
 def _decoder_for(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> _Decoder:
@@ -186,14 +200,16 @@ class _ByteLevelDecoder:
         return self._utf8.getstate()[0] != b""
 
     def push(self, token_id: int) -> str:
+        return self._utf8.decode(self.spell(token_id))
+
+    def spell(self, token_id: int) -> bytes:
         token = self._token_of(token_id)
         if token is None or token in self._skipped:
-            return ""
+            return b""
         try:
-            data = bytes(map(self._byte_of.__getitem__, token))
+            return bytes(map(self._byte_of.__getitem__, token))
         except KeyError:  # an added token is its own text when it has characters outside the table
-            data = token.encode("utf-8")
-        return self._utf8.decode(data)
+            return token.encode("utf-8")
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -264,14 +280,23 @@ class _SentencePieceDecoder:
                 token.replace(self._rules.first_token_loses, "") if self._rules.first_token_loses else token
             )
             self._is_first = False
-        for old, new in self._rules.replacements:
-            token = token.replace(old, new)
+        token = self._replaced(token)
         if self._rules.byte_fallback and (byte := _fallback_byte(token)) is not None:
             return self._strip(self._push_byte(byte))
         return self._strip(self._end_run() + token)
 
     def finish(self) -> str:
         return self._strip(self._end_run())
+
+    def spell(self, token_id: int) -> bytes:
+        token = self._replaced(self._token_of(token_id) or "")
+        byte = _fallback_byte(token) if self._rules.byte_fallback else None
+        return token.encode("utf-8") if byte is None else bytes((byte,))
+
+    def _replaced(self, token: str) -> str:
+        for old, new in self._rules.replacements:
+            token = token.replace(old, new)
+        return token
 
     def _push_byte(self, byte: int) -> str:
         if self._run_is_invalid:
@@ -342,6 +367,9 @@ class _WindowDecoder:
 
     def finish(self) -> str:
         return self._give(self._new_text())
+
+    def spell(self, token_id: int) -> bytes:
+        return self._decode([token_id]).encode("utf-8")
 
     def _new_text(self) -> str:
         return self._decode(self._given + self._waiting)[len(self._decode(self._given)) :]

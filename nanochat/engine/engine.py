@@ -59,6 +59,7 @@ class Engine:
         tokenizer: the model's tokenizer, as ``transformers`` loads it.
         model_dir: folder of the model in Hugging Face form.
         default_sampling: the sampling settings that the model's makers recommend, by parameter name.
+        closed_because: why it takes no more requests; None while it does.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Engine:
         self._inbox_condition = threading.Condition()
         self._submitted: list[LiveRequest] = []
         self._cancelled: list[int] = []
-        self._closed_because: str | None = None
+        self.closed_because: str | None = None
         self._thread = threading.Thread(target=self._run, name="nanochat-engine", daemon=True)
         if model.ranks is not None:
             model.ranks.on_lost = self._wake
@@ -157,7 +158,7 @@ class Engine:
         """
         arrival_s = time.monotonic()
         params = params if params is not None else SamplingParams()
-        token_ids = self._encode(prompt)
+        token_ids = self.encode(prompt)
         self._scheduler.check_fits(len(token_ids))
         request = Request(
             request_id=next(self._request_ids),
@@ -170,11 +171,25 @@ class Engine:
         handle = RequestHandle(request.request_id, self._cancel)
         live = LiveRequest(request, handle, Detokenizer(self.tokenizer, params.stop))
         with self._inbox_condition:
-            if self._closed_because is not None:
-                raise EngineClosed(self._closed_because)
+            if self.closed_because is not None:
+                raise EngineClosed(self.closed_because)
             self._submitted.append(live)
             self._inbox_condition.notify()
         return handle
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """A prompt's token ids, as :meth:`submit` makes them; it raises the same of them."""
+        if isinstance(prompt, str):
+            with panics_refused():
+                token_ids = list(self.tokenizer.encode(encodable(prompt)))
+        else:
+            token_ids = self._encode_items(prompt)
+        if not token_ids:
+            raise InvalidOption("The prompt is empty; give at least one token.")
+        vocab_size = self._model.config.vocab_size
+        if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            raise InvalidOption(f"Token ids must lie between 0 and {vocab_size - 1} for this model.")
+        return token_ids
 
     def stats(self) -> EngineStats:
         """A snapshot of counters, recent latencies and live requests."""
@@ -189,8 +204,8 @@ class Engine:
     def close(self) -> None:
         """Stop after the step in progress; what still runs ends as cancelled. Harmless when repeated."""
         with self._inbox_condition:
-            if self._closed_because is None:
-                self._closed_because = "The engine has been closed."
+            if self.closed_because is None:
+                self.closed_because = "The engine has been closed."
             self._inbox_condition.notify()
         if self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
@@ -205,19 +220,6 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            with panics_refused():
-                token_ids = list(self.tokenizer.encode(encodable(prompt)))
-        else:
-            token_ids = self._encode_items(prompt)
-        if not token_ids:
-            raise InvalidOption("The prompt is empty; give at least one token.")
-        vocab_size = self._model.config.vocab_size
-        if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-            raise InvalidOption(f"Token ids must lie between 0 and {vocab_size - 1} for this model.")
-        return token_ids
 
     def _encode_items(self, prompt: Any) -> list[int]:
         try:
@@ -268,7 +270,7 @@ class Engine:
                 self._inbox_condition.wait_for(self._has_news)
             submitted, self._submitted = self._submitted, []
             cancelled, self._cancelled = self._cancelled, []
-            closed = self._closed_because is not None
+            closed = self.closed_because is not None
         # All first: whatever goes wrong from here on, every one of them gets its end.
         self._live.update((live.request.request_id, live) for live in submitted)
         for live in submitted:
@@ -282,7 +284,7 @@ class Engine:
         return not closed
 
     def _has_news(self) -> bool:
-        has_news = self._submitted or self._cancelled or self._closed_because is not None
+        has_news = self._submitted or self._cancelled or self.closed_because is not None
         return bool(has_news or self._why_lost() is not None)
 
     def _why_lost(self) -> str | None:
@@ -360,7 +362,7 @@ class Engine:
     def _end_everything(self, reason: FinishReason, because: str) -> None:
         """No step will run any more: every handle gets its end, even if the scheduler is what broke."""
         with self._inbox_condition:
-            self._closed_because = because
+            self.closed_because = because
             submitted, self._submitted = self._submitted, []
         for live in submitted:
             live.request.finish_reason = reason

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,10 +38,7 @@ class RequestHandle:
 
     def poll(self) -> list[Event]:
         """Events since the last call, oldest first; an empty list when there are none."""
-        with self._condition:
-            events = list(self._events)
-            self._events.clear()
-        return events
+        return self._take()[0]
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end. ``timeout`` in seconds.
@@ -71,24 +69,10 @@ class RequestHandle:
             yield event
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        loop, wake = asyncio.get_running_loop(), asyncio.Event()
-        waker = (loop, wake)
-        with self._condition:
-            self._wakers.append(waker)
-        try:
-            while True:
-                wake.clear()
-                for event in self.poll():
+        async with aclosing(take_events([self])) as taken:
+            async for _, events in taken:
+                for event in events:
                     yield event
-                with self._condition:
-                    if self._output is not None and not self._events:
-                        return
-                    if self._events:
-                        continue
-                await wake.wait()
-        finally:
-            with self._condition:
-                self._wakers.remove(waker)
 
     def push(self, event: Event, output: RequestOutput | None = None) -> None:
         """Deliver an event; with ``output``, the last one. Called by the engine only."""
@@ -104,3 +88,38 @@ class RequestHandle:
                 loop.call_soon_threadsafe(wake.set)
             except RuntimeError:  # that event loop has closed: nobody is waiting on it any more
                 continue
+
+    def _take(self) -> tuple[list[Event], bool]:
+        """New events, and whether they are the last."""
+        with self._condition:
+            events = list(self._events)
+            self._events.clear()
+            return events, self._output is not None
+
+
+async def take_events(handles: Sequence[RequestHandle]) -> AsyncGenerator[tuple[int, list[Event]]]:
+    """Events of several requests as they come: the index of a handle, and all that is new of it.
+
+    Whoever is slow to ask for more gets more at once. Ends when all requests have.
+    """
+    wake = asyncio.Event()
+    waker = (asyncio.get_running_loop(), wake)
+    for handle in handles:
+        with handle._condition:
+            handle._wakers.append(waker)
+    try:
+        running = dict(enumerate(handles))
+        while running:
+            wake.clear()
+            for index, handle in list(running.items()):
+                events, is_done = handle._take()
+                if is_done:
+                    del running[index]
+                if events:
+                    yield index, events
+            if running:
+                await wake.wait()
+    finally:
+        for handle in handles:
+            with handle._condition:
+                handle._wakers.remove(waker)

@@ -11,7 +11,7 @@ import logging
 from nanochat.engine.detokenizer import Detokenizer
 from nanochat.engine.handle import RequestHandle
 from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput, TokenLogprobs
-from nanochat.engine.request import Request
+from nanochat.engine.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,7 @@ class LiveRequest:
         except Exception:  # what can't be made into text must not keep the end from its caller
             logger.exception("the end of request %d could not be turned into text", self.request.request_id)
         output = self._output(error)
-        event = self._take_event()
-        self.handle.push(Event(event.text, event.token_ids, output.finish_reason), output)
+        self.handle.push(self._take_event(output.finish_reason), output)
 
     def metrics(self) -> RequestMetrics:
         """What the request has cost so far."""
@@ -78,10 +77,12 @@ class LiveRequest:
             return None
         return later_tokens / (last - first)
 
-    def _take_event(self) -> Event:
-        event = Event("".join(self._new_text), tuple(self._new_ids))
+    def _take_event(self, finish_reason: FinishReason | None = None) -> Event:
+        text, ids = "".join(self._new_text), tuple(self._new_ids)
+        # There is one for each token, or there are none at all.
+        logprobs = tuple(self._logprobs[len(self._logprobs) - len(ids) :]) if self._logprobs else ()
         self._new_text, self._new_ids = [], []
-        return event
+        return Event(text, ids, finish_reason, logprobs, self.last_token_s)
 
     def _output(self, error: str | None) -> RequestOutput:
         request = self.request

@@ -24,6 +24,10 @@ class Event:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One a token id, if they were asked for."""
+    time_s: float | None = None
+    """When its last token came, on the monotonic clock; None before any has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from nanochat.engine.detokenizer import Detokenizer
+from nanochat.engine.detokenizer import Detokenizer, TokenSpeller
 from tests.tokenizer_zoo import NAMES, TEXTS, make_tokenizer
 
 TOKENIZERS = {name: make_tokenizer(name) for name in NAMES}
@@ -186,6 +186,18 @@ class TestStopStrings:
             assert text[: end + negative_length].startswith(shown)
         assert shown == text[: end + negative_length]
         assert detokenizer.stopped == bool(ends)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_spelled_one_by_one_are_the_bytes_of_the_text(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    text = "Weather: naïve 漢字 😀!"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    speller = TokenSpeller(tokenizer)
+    spelled = b"".join(map(speller.spell, ids)).decode("utf-8")
+    decoded = one_shot(tokenizer, ids)
+    assert spelled.strip() == decoded.strip()  # some lose a space at the text's beginning
+    assert speller.spell(10**9) == b""
 
 
 class TestOtherDecoders:

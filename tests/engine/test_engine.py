@@ -214,6 +214,17 @@ class TestStreaming:
         assert metrics.ttft_s is not None
         assert metrics.ttft_s >= metrics.queue_s >= 0.1
 
+    def test_events_carry_the_logprobs_and_times_of_their_tokens(self, make_engine: MakeEngine) -> None:
+        handle = make_engine().submit(
+            "Hi", SamplingParams(seed=1, max_tokens=12, ignore_eos=True, logprobs=1)
+        )
+        events = list(handle)
+        assert all(len(event.logprobs) == len(event.token_ids) for event in events)
+        assert [entry for event in events for entry in event.logprobs] == handle.result().logprobs
+        times = [event.time_s for event in events if event.time_s is not None]
+        assert len(times) == len(events)
+        assert times == sorted(times)
+
     def test_logprobs_of_the_chosen_and_the_likeliest(self, make_engine: MakeEngine) -> None:
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=3)
         output = make_engine().submit([9] * 5, params).result(60)

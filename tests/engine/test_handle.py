@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from nanochat.engine.handle import RequestHandle
+from nanochat.engine.handle import RequestHandle, take_events
 from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput
 
 
@@ -54,6 +54,19 @@ class TestTakingEvents:
         texts = [event.text async for event in handle]
         assert "".join(texts) == "ab"
         thread.join()
+
+    async def test_those_of_several_come_as_they_are_made_and_together_for_the_slow(self) -> None:
+        handles = [make_handle()[0] for _ in range(3)]
+        finish(handles[1])
+        taken = take_events(handles)
+        assert await anext(taken) == (1, [Event("a", (1,)), Event("b", (2,), "stop")])
+        for handle in (handles[2], handles[0]):
+            threading.Timer(0.02, finish, [handle]).start()
+        texts = {0: "", 2: ""}
+        async for index, events in taken:
+            texts[index] += "".join(event.text for event in events)
+        assert texts == {0: "ab", 2: "ab"}
+        assert not any(handle._wakers for handle in handles)
 
     async def test_async_iteration_of_a_finished_handle_ends(self) -> None:
         handle, _ = make_handle()

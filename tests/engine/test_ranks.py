@@ -101,7 +101,7 @@ class TestTogether:
             assert output.finish_reason == "error"
             assert f"Process {size} of the {size}" in str(output.error)
             assert str(output.error).endswith("or restart nanochat.")
-        wait_until(lambda: divided._closed_because is not None)
+        wait_until(lambda: divided.closed_because is not None)
         with pytest.raises(EngineClosed, match=f"Process {size} of the {size}"):
             divided.submit([40], LONG)
         divided.close()
@@ -151,7 +151,7 @@ class TestProcesses:
             outputs = [engine.submit([50, 51], greedy).result(60) for engine in (first, second)]
             assert outputs[0].token_ids == outputs[1].token_ids
             os.kill(pids(first)[0], signal.SIGKILL)
-            wait_until(lambda: first._closed_because is not None, WITHIN_S)
+            wait_until(lambda: first.closed_because is not None, WITHIN_S)
             with pytest.raises(EngineClosed, match="has ended unexpectedly"):
                 first.submit([50, 51], greedy)
             assert second.submit([50, 51], greedy).result(60).token_ids == outputs[1].token_ids

@@ -1,0 +1,197 @@
+"""The routes: ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models``, ``/health``, ``/metrics``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from nanochat.server.answer import Answer
+from nanochat.server.errors import ApiError, invalid
+from nanochat.server.guard import Guard
+from nanochat.server.parsing import Job, parse_chat, parse_text
+from nanochat.server.service import Service
+from nanochat.server.wire import from_json, to_json
+
+MAX_BODY_BYTES = 8 * 2**20
+"""Of a request: some million tokens of text."""
+BODY_S = 30.0
+"""A body must have come by then."""
+DISCARD_S = 2.0
+"""How long the rest of a body that is too large is read, so that its sender hears why it is refused."""
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class Routes:
+    """One service over HTTP."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        return await self._answer(request, parse_chat)
+
+    async def text(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        return await self._answer(request, parse_text)
+
+    async def models(self, _: Request) -> Response:
+        """GET /v1/models."""
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/NAME."""
+        if request.path_params["name"] != self._service.model_name:
+            raise ApiError(404, "There is no such model here.", param="model", code="model_not_found")
+        return _json(self._model())
+
+    async def health(self, _: Request) -> Response:
+        """GET /health: 200 while the engine runs."""
+        if (reason := self._service.engine.closed_because) is not None:
+            raise ApiError(503, reason)
+        return _json({"status": "ok"})
+
+    async def metrics(self, _: Request) -> Response:
+        """GET /metrics."""
+        return Response(self._service.metrics.page(), media_type="text/plain; version=0.0.4")
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._service.model_name,
+            "object": "model",
+            "created": self._service.created,
+            "owned_by": "nanochat",
+            "max_model_len": self._service.engine.max_model_len,
+        }
+
+    async def _answer(self, request: Request, parse: Callable[[Any], Job]) -> Response:
+        body = await _read_body(request)
+        arrival_s = time.monotonic()
+        try:
+            content = from_json(body)
+        except ValueError as error:
+            raise invalid(f"The body isn't valid JSON: {error!s:.200}.") from error
+        return AnswerResponse(await self._service.start(parse(content), arrival_s))
+
+
+class AnswerResponse(Response):
+    """An answer, whole or as a stream; it is cancelled as soon as its client has gone."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(self._watch(receive))
+        try:
+            if self._answer.job.stream:
+                await self._stream(scope, receive, send)
+            else:
+                await (await self._whole())(scope, receive, send)
+        finally:
+            watch.cancel()
+            self._answer.close()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._answer.cancel()
+
+    async def _whole(self) -> Response:
+        try:
+            return _json(await self._answer.whole())
+        except ApiError as error:
+            return error.response()
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = Response(headers=_STREAM_HEADERS, media_type="text/event-stream")
+        del head.headers["content-length"]
+        await send({"type": "http.response.start", "status": 200, "headers": head.raw_headers})
+        async for event in self._answer.events():
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def make_app(service: Service, *, api_key: str | None = None, any_host: bool = False) -> Starlette:
+    """The ASGI application.
+
+    Args:
+        api_key: what requests must bring; None: nothing.
+        any_host: whether requests may name any host as theirs; else only this machine's own names.
+    """
+    routes = Routes(service)
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", routes.chat, methods=["POST"]),
+            Route("/v1/completions", routes.text, methods=["POST"]),
+            Route("/v1/models", routes.models),
+            Route("/v1/models/{name:path}", routes.model),
+            Route("/health", routes.health),
+            Route("/metrics", routes.metrics),
+        ],
+        middleware=[Middleware(Guard, api_key=api_key, any_host=any_host)],
+        exception_handlers={
+            ApiError: _on_api_error,
+            HTTPException: _on_http_error,
+            ClientDisconnect: _on_client_gone,
+            Exception: _on_failure,
+        },
+    )
+
+
+async def _read_body(request: Request) -> bytes:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, "The body must be JSON: send the header Content-Type: application/json.")
+    length = request.headers.get("content-length", "")
+    is_too_large = length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES
+    parts = bytearray()
+    try:
+        async with asyncio.timeout(DISCARD_S if is_too_large else BODY_S) as limit:
+            async for part in request.stream():
+                if not is_too_large:
+                    parts += part
+                    if len(parts) > MAX_BODY_BYTES:
+                        is_too_large = True
+                        parts.clear()
+                        limit.reschedule(asyncio.get_running_loop().time() + DISCARD_S)
+    except TimeoutError:
+        if not is_too_large:
+            message = f"The body hasn't come within {BODY_S:.0f} s."
+            raise ApiError(408, message, headers={"connection": "close"}) from None
+    if is_too_large:
+        message = f"The body has more than {MAX_BODY_BYTES:,} bytes."
+        raise ApiError(413, message, headers={"connection": "close"})
+    return bytes(parts)
+
+
+def _json(value: object) -> Response:
+    return Response(to_json(value), media_type="application/json")
+
+
+async def _on_api_error(_: Request, error: Exception) -> Response:
+    return error.response() if isinstance(error, ApiError) else Response(status_code=500)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    message = f"{request.method} {request.url.path[:100]}: there is nothing for that here."
+    return ApiError(status, message, code="unknown_url").response()
+
+
+async def _on_client_gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _on_failure(_: Request, __: Exception) -> Response:
+    return ApiError(500, "The server failed on this request; its log says how.").response()

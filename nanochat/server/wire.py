@@ -1,0 +1,49 @@
+"""JSON as it goes over the wire: always valid UTF-8, never a line break inside an event."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+_LINE_BREAKS = str.maketrans({"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+"""Clients that split a stream at what Unicode calls a line break must not find one in a text."""
+
+DONE = b"data: [DONE]\n\n"
+"""Ends every stream."""
+
+
+def to_json(value: Any) -> bytes:
+    """UTF-8 without blanks. Half a surrogate pair, which no UTF-8 can hold, becomes ``?``.
+
+    Raises:
+        ValueError: there is a number in it that JSON can't hold.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    if not text.isascii():
+        text = text.translate(_LINE_BREAKS)
+    return text.encode("utf-8", errors="replace")
+
+
+def to_event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+def from_json(body: bytes) -> Any:
+    """What a body holds.
+
+    Raises:
+        ValueError: it isn't JSON in UTF-8; the message says why.
+    """
+    try:
+        text = body.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start:,} isn't UTF-8") from error
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")

@@ -1,0 +1,109 @@
+"""``nanochat serve``: what it says, how it ends, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+
+from nanochat.cli import main
+
+ENDLESS = {"max_tokens": 60_000, "extra_body": {"ignore_eos": True}}
+
+
+@contextmanager
+def running(model: Path, folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command, once it listens, and the address that it names."""
+    names = ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")
+    environment = os.environ | dict.fromkeys(names, str(folder)) | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "nanochat", "serve", "--model", str(model), "--device", "cpu"]
+    with subprocess.Popen(
+        [*command, "--port", "0", "--kv-blocks", "4096", *options],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("Serving "), line
+            yield process, line.split(" at ")[1].split()[0]
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_in_order(long_llama: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """An answer under way is told, and the status is 0."""
+    with running(long_llama, tmp_path) as (process, address):
+        client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
+        model = client.models.list().data[0].id
+        stream = client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "Hi"}], stream=True, **ENDLESS
+        )
+        next(iter(stream))
+        process.send_signal(number)
+        started = time.monotonic()
+        with pytest.raises(openai.APIError, match="shutting down"):
+            for _ in stream:
+                pass
+        assert process.wait(10) == 0
+        assert time.monotonic() - started < 5
+        assert process.stdout is not None
+        assert process.stdout.read() == "The server has ended.\n"
+
+
+@pytest.mark.slow
+def test_the_key_may_come_from_the_environment(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOCHAT_API_KEY", "secret")
+    with running(tiny_llama, tmp_path, "--host", "0.0.0.0", "--system", "Be brief.") as (process, address):
+        address = address.replace("0.0.0.0", "127.0.0.1")
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=address, api_key="none").models.list()
+        client = openai.OpenAI(base_url=address, api_key="secret")
+        assert client.models.list().data[0].id == tiny_llama.name
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--host", "0.0.0.0"], "give it an --api-key"),
+        (["--port", "70000"], "--port must lie between"),
+        (["--max-requests", "0"], "--max-requests must lie between"),
+        (["--api-key", ""], "The API key is empty"),
+    ],
+)
+def test_wrong_usage_is_a_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: list[str], sentence: str
+) -> None:
+    monkeypatch.delenv("NANOCHAT_API_KEY", raising=False)
+    assert main(["serve", *options]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_without_the_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nanochat.server.run", None)  # what lets an import fail
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "nanochat.server.run")
+    monkeypatch.delitem(sys.modules, "nanochat.server.connections", raising=False)
+    assert main(["serve"]) == 1
+    assert "pip install 'nanochat[serve]'" in capsys.readouterr().err
+
+
+def test_a_model_that_isnt_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", "/nowhere/at/all", "--port", "0"]) == 1
+    assert "/nowhere/at/all" in capsys.readouterr().err

@@ -1,0 +1,217 @@
+"""Clients that go away, dawdle, never read, send too much or come in thousands."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from nanochat.server import app, connections, run
+from nanochat.server.wire import to_json
+from tests.engine.conftest import wait_until
+from tests.server.conftest import MakeServer, Running
+
+ENDLESS = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 60_000, "ignore_eos": True}
+
+
+def connect(api: Running) -> socket.socket:
+    made = socket.create_connection(("127.0.0.1", api.port), timeout=20)
+    made.settimeout(20)
+    return made
+
+
+def request(
+    api: Running, body: bytes = b"", *, path: str = "/v1/chat/completions", headers: str = ""
+) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n{headers}"
+    if "content-length" not in headers and "chunked" not in headers:
+        head += f"content-length: {len(body)}\r\n"
+    return head.encode() + b"\r\n" + body
+
+
+def read_all(connection: socket.socket) -> bytes:
+    parts = []
+    with suppress(ConnectionResetError):
+        while part := connection.recv(65_536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.fixture
+def long_api(make_server: MakeServer, long_llama: Path) -> Running:
+    """A server whose answers don't end by themselves in any test's time."""
+    return make_server(long_llama, num_kv_blocks=8_192, max_requests=8)
+
+
+class TestAClientThatGoesAway:
+    @pytest.mark.parametrize("stream", [True, False])
+    @pytest.mark.parametrize("leave", ["close", "half-close", "reset"])
+    def test_its_blocks_are_free_within_a_step(self, long_api: Running, stream: bool, leave: str) -> None:
+        engine = long_api.engine
+        steps: list[int] = []
+        take = engine._cancel
+
+        def cancel(request_id: int) -> None:
+            steps.append(engine.stats().steps)
+            take(request_id)
+
+        engine._cancel = cancel  # type: ignore[method-assign]
+        body = to_json(ENDLESS | {"model": long_api.model, "stream": stream, "n": 2})
+        with connect(long_api) as client:
+            client.sendall(request(long_api, body))
+            wait_until(lambda: engine.stats().generation_tokens > 10)
+            if leave == "half-close":
+                client.shutdown(socket.SHUT_WR)
+                wait_until(lambda: not engine.stats().requests)
+            elif leave == "reset":
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        wait_until(lambda: not engine.stats().requests)
+        assert engine.stats().blocks_used == 0
+        # The step that ran when it was heard of, and no other: an idle engine makes none.
+        assert engine.stats().steps - steps[-1] <= 1
+        wait_until(lambda: not long_api.service._num_choices)
+
+    def test_the_others_go_on(self, long_api: Running) -> None:
+        body = ENDLESS | {"model": long_api.model, "stream": True}
+        url = f"{long_api.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=body | {"max_tokens": 100}) as staying:
+            with httpx.stream("POST", url, json=body) as leaving:
+                next(leaving.iter_raw())
+            assert staying.read().endswith(b"data: [DONE]\n\n")
+
+    def test_before_its_body_has_come(self, long_api: Running) -> None:
+        with connect(long_api) as client:
+            client.sendall(request(long_api, headers="content-length: 100\r\n"))
+        assert httpx.get(f"{long_api.url}/health").status_code == 200
+
+
+class TestAClientThatDawdles:
+    def test_the_head_of_a_request(self, make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(connections, "HEAD_S", 1.0)
+        api = make_server()
+        with connect(api) as silent, connect(api) as slow, connect(api) as second:
+            second.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            started = time.monotonic()
+            with suppress(OSError):
+                while time.monotonic() < started + 15:
+                    slow.sendall(b"G" if slow.fileno() < 0 else b"x")
+                    second.sendall(b"y")
+                    time.sleep(0.1)
+            assert time.monotonic() - started < 10
+            for client in (silent, slow, second):
+                read_all(client)
+        wait_until(lambda: not api.server.server_state.connections)
+
+    def test_the_body_of_a_request(self, make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(app, "BODY_S", 0.5)
+        api = make_server()
+        with connect(api) as client:
+            client.sendall(request(api, headers="content-length: 100\r\n") + b"{")
+            reply = read_all(client)
+        assert reply.startswith(b"HTTP/1.1 408 ")
+        assert b"invalid_request_error" in reply
+
+    def test_one_that_never_reads(
+        self, make_server: MakeServer, long_llama: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Many answers with log-probabilities: more than all buffers on the way can hold."""
+        monkeypatch.setattr(connections, "STALL_S", 1.0)
+        api = make_server(long_llama, num_kv_blocks=8_192)
+        for made in api.server.servers:
+            for listening in made.sockets:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_096)
+        body = ENDLESS | {"model": api.model, "stream": True, "logprobs": True, "top_logprobs": 20}
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+            client.connect(("127.0.0.1", api.port))
+            client.sendall(request(api, to_json(body | {"n": 4})))
+            wait_until(lambda: api.engine.stats().running == 4)
+            wait_until(lambda: not api.engine.stats().requests)
+            assert not api.server.server_state.connections
+            assert httpx.get(f"{api.url}/health").status_code == 200
+
+
+class TestTooMuch:
+    @pytest.mark.parametrize("is_chunked", [False, True])
+    def test_a_body_of_100_mb(self, api: Running, is_chunked: bool) -> None:
+        def parts() -> Iterator[bytes]:
+            for _ in range(100):
+                yield b"x" * 1_000_000
+
+        headers = {"content-type": "application/json"}
+        if not is_chunked:
+            headers["content-length"] = "100000000"
+        reply = httpx.post(f"{api.url}/v1/chat/completions", content=parts(), headers=headers)
+        assert reply.status_code == 413
+        assert "8,388,608 bytes" in reply.json()["error"]["message"]
+
+    @pytest.mark.parametrize("length", ["99999999999999999999999", "-1", "1e3", "5, 6"])
+    def test_a_length_that_is_none(self, api: Running, length: str) -> None:
+        with connect(api) as client:
+            client.sendall(request(api, headers=f"content-length: {length}\r\n"))
+            client.shutdown(socket.SHUT_WR)
+            assert read_all(client)[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 413", b"")
+
+    @pytest.mark.parametrize(
+        "head",
+        [
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # somebody tries TLS
+            b"GET / HTTP/1.1\r\nhost: a\r\nhost: localhost\r\n\r\n",
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"GET / HTTP/9.9\r\nhost: localhost\r\nconnection: close\r\n\r\n",
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ntransfer-encoding: gzip\r\n\r\n",
+            b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 400_000 + b"\r\n\r\n",
+            b"GET /\x00 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        ],
+    )
+    def test_a_head_that_is_none(self, api: Running, head: bytes) -> None:
+        with connect(api) as client:
+            with suppress(ConnectionError):  # it may be told before it has said all
+                client.sendall(head)
+            reply = read_all(client)
+        assert reply.startswith(b"HTTP/1.1 4")
+        assert b'{"error":{"message":"' in reply
+
+    def test_rubbish_behind_a_request(self, long_api: Running) -> None:
+        body = to_json(ENDLESS | {"model": long_api.model, "stream": True})
+        with connect(long_api) as client:
+            client.sendall(request(long_api, body) + b"\x00rubbish\r\n\r\n")
+            client.recv(100)
+        wait_until(lambda: not long_api.engine.stats().requests)
+
+    def test_an_upgrade_is_not_taken(self, api: Running) -> None:
+        headers = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-key": "x"}
+        assert httpx.get(f"{api.url}/health", headers=headers).status_code == 200
+
+
+class TestTooMany:
+    def flood(self, api: Running, count: int) -> int:
+        """Connections that stay silent; how many were told to go at once."""
+        refused = 0
+        with ExitStack() as stack:
+            held = []
+            for _ in range(count):
+                with suppress(OSError):
+                    made = stack.enter_context(connect(api))
+                    made.setblocking(False)
+                    held.append(made)
+            limit: Callable[[], int] = lambda: len(api.server.server_state.connections)  # noqa: E731
+            wait_until(lambda: limit() <= api.server.config.http_protocol_class.max_connections)  # type: ignore[attr-defined]
+            time.sleep(0.3)
+            for made in held:
+                with suppress(OSError):
+                    refused += made.recv(100).startswith(b"HTTP/1.1 503")
+        return refused
+
+    def test_connections_are_bounded(self, make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(run, "SPARE_CONNECTIONS", 8)
+        api = make_server(max_requests=8)
+        assert self.flood(api, 100) == 84
+        wait_until(lambda: not api.server.server_state.connections)
+        assert httpx.get(f"{api.url}/health").status_code == 200

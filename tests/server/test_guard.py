@@ -1,0 +1,105 @@
+"""Who may ask: with the key, or from this machine; never a web page."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+
+from nanochat.errors import NanochatError, WrongUsage
+from nanochat.server.guard import is_loopback
+from nanochat.server.run import bind, check_address
+from tests.server.conftest import MakeServer, Running
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost:80", "127.0.0.1:8000", "127.8.8.8", "[::1]:80", "LOCALHOST."]
+)
+def test_names_of_this_machine(api: Running, host: str) -> None:
+    assert httpx.get(f"{api.url}/v1/models", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example"},
+        {"host": "evil.example:8000"},
+        {"host": "localhost.evil.example"},
+        {"host": "127.0.0.1.evil.example"},
+        {"host": "localhost@evil.example"},
+        {"host": "192.168.0.1"},
+        {"host": ""},
+        {"host": "["},
+        {"origin": "https://evil.example"},
+        {"origin": "http://localhost:3000"},
+        {"origin": "null"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+    ],
+)
+def test_web_pages(api: Running, headers: dict[str, str]) -> None:
+    for path in ("/v1/models", "/metrics", "/health"):
+        reply = httpx.get(api.url + path, headers=headers)
+        assert reply.status_code == 403
+        assert reply.json()["error"]["type"] == "permission_error"
+        assert not [name for name in reply.headers if name.startswith("access-control")]
+
+
+def test_a_browsers_question_before_a_request_is_refused(api: Running) -> None:
+    asked = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    assert httpx.options(f"{api.url}/v1/chat/completions", headers=asked).status_code == 403
+
+
+def test_the_key(make_server: MakeServer) -> None:
+    api = make_server(api_key="schlüssel", any_host=True)
+    good = {"authorization": "Bearer schlüssel".encode()}
+    assert httpx.get(f"{api.url}/v1/models", headers=good | {"host": b"my.example"}).status_code == 200
+    assert httpx.get(f"{api.url}/metrics", headers=good).status_code == 200
+    assert httpx.get(f"{api.url}/health").status_code == 200
+    bad = [
+        {},
+        {"authorization": "Bearer"},
+        {"authorization": "Bearer schlussel"},
+        {"authorization": "schlüssel".encode()},
+    ]
+    for headers in bad:
+        for path in ("/v1/models", "/metrics", "/nothing"):
+            assert httpx.get(api.url + path, headers=headers).status_code == 401  # type: ignore[arg-type]
+    with pytest.raises(openai.AuthenticationError) as caught:
+        api.client(api_key="wrong").models.list()
+    assert caught.value.code == "invalid_api_key"
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "key", "sentence"),
+    [
+        ("0.0.0.0", 8000, None, "give it an --api-key"),
+        ("::", 8000, None, "give it an --api-key"),
+        ("my.example", 8000, None, "give it an --api-key"),
+        ("127.0.0.1", 8000, "", "The API key is empty"),
+        ("127.0.0.1", 65_536, None, "--port"),
+        ("127.0.0.1", -1, None, "--port"),
+    ],
+)
+def test_an_address_that_wont_do(host: str, port: int, key: str | None, sentence: str) -> None:
+    with pytest.raises(WrongUsage, match=sentence):
+        check_address(host, port, key)
+    check_address("0.0.0.0", 0, "key")
+    check_address("localhost", 0, None)
+
+
+def test_a_port_that_is_taken() -> None:
+    (taken,) = bind("127.0.0.1", 0)
+    taken.listen()
+    with taken, pytest.raises(NanochatError, match="Address already in use; choose another --port"):
+        bind("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(NanochatError, match="can't be used"):
+        bind("no.such.host.invalid", 0)
+
+
+def test_localhost_is_one_port_in_all_its_addresses() -> None:
+    sockets = bind("localhost", 0)
+    assert len({made.getsockname()[1] for made in sockets}) == 1
+    assert all(is_loopback(made.getsockname()[0]) for made in sockets)
+    for made in sockets:
+        made.close()
