@@ -84,22 +84,27 @@ def rope(
     q: torch.Tensor,
     k: torch.Tensor,
     positions: torch.Tensor,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     *,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
     plus_one: bool = False,
+    spread: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMS norm of each head where weights are given, then rotary embedding of the first ``rotary_dim`` dims.
 
+    With ``spread`` q and k are then multiplied by `reference.hadamard_matrix`, which shares out large values of
+    few dims among many. That matrix is orthogonal, so q·k stays what it is.
+
     ``q [T, H, D]``, ``k [T, Hkv, D]``, ``positions [T]`` int64, ``cos_sin [max_pos, rotary_dim]`` float32
     (cosines, then sines), ``q_norm``, ``k_norm`` ``[D]``. Pairs are ``(i, i + rotary_dim / 2)``, as in
-    GPT-NeoX. Returns new ``(q, k)`` of the same shapes and types. Source: arXiv:2104.09864.
+    GPT-NeoX. None as ``cos_sin`` turns nothing. Returns new ``(q, k)`` of the same shapes and types.
+    Sources: arXiv:2104.09864; for spreading arXiv:2404.00456.
     """
     checks.check_rope(q, k, positions, cos_sin, q_norm, k_norm)
     return _backend(q).rope(
-        q, k, positions, cos_sin, q_norm=q_norm, k_norm=k_norm, eps=eps, plus_one=plus_one
+        q, k, positions, cos_sin, q_norm=q_norm, k_norm=k_norm, eps=eps, plus_one=plus_one, spread=spread
     )
 
 
@@ -175,7 +180,7 @@ def rope_store(
     k: torch.Tensor,
     v: torch.Tensor,
     positions: torch.Tensor,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     cache: LayerCache,
     slots: torch.Tensor,
     *,
@@ -187,10 +192,16 @@ def rope_store(
 ) -> torch.Tensor:
     """`rope`, then `store_kv` of the rotated k: returns the new q.
 
+    With an INT8 cache q and k are spread: a head's one scale then no longer has to fit a few large dims, whose
+    rounding the others would share. The q returned belongs to keys that were stored in this way, and no others.
+
     A dict as ``scratch``, the same for all layers of a step, keeps what they share.
     """
     checks.check_rope(q, k, positions, cos_sin, q_norm, k_norm)
     checks.check_store_kv(k, v, cache, slots)
+    if cos_sin is None and q_norm is None and k_norm is None and cache.k_scale is None:
+        _backend(k).store_kv(k, v, cache, slots)
+        return q
     norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps, "plus_one": plus_one}
     if q.device.type == "cpu":
         return cpu.rope_store(q, k, v, positions, cos_sin, cache, slots, **norms, scratch=scratch)

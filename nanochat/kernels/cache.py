@@ -16,7 +16,7 @@ class LayerCache:
     """
 
     k: torch.Tensor
-    """``[N, B, Hkv, D]``"""
+    """``[N, B, Hkv, D]``; in an INT8 cache spread, as `nanochat.kernels.rope_store` says, and so fit only for its q."""
     v: torch.Tensor
     """``[N, B, Hkv, D]``"""
     k_scale: torch.Tensor | None = None

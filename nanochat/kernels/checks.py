@@ -36,7 +36,7 @@ def check_rope(
     q: torch.Tensor,
     k: torch.Tensor,
     positions: torch.Tensor,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
 ) -> None:
@@ -46,9 +46,11 @@ def check_rope(
     _expect(paired and k.dtype == q.dtype and k.device == q.device, "k", "[T, Hkv, D], like q", k)
     known = positions.dtype == torch.int64 and positions.device == q.device
     _expect(known and positions.shape == (tokens,), "positions", "[T] int64, with q", positions)
-    known = cos_sin.dtype == torch.float32 and cos_sin.device == q.device and cos_sin.dim() == 2
-    fits = known and cos_sin.shape[1] % 2 == 0 and cos_sin.shape[1] <= dim
-    _expect(fits, "cos_sin", "[max_pos, rotary_dim] float32, rotary_dim even and at most D, with q", cos_sin)
+    if cos_sin is not None:
+        known = cos_sin.dtype == torch.float32 and cos_sin.device == q.device and cos_sin.dim() == 2
+        fits = known and cos_sin.shape[1] % 2 == 0 and cos_sin.shape[1] <= dim
+        expectation = "[max_pos, rotary_dim] float32, rotary_dim even and at most D, with q"
+        _expect(fits, "cos_sin", expectation, cos_sin)
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None:
             same = weight.shape == (dim,) and weight.dtype == q.dtype and weight.device == q.device

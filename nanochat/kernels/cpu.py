@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from nanochat.kernels.cache import LayerCache
 from nanochat.kernels.cpu_attention import attention, decode_attention, prefill_attention
 from nanochat.kernels.normed import Normed
-from nanochat.kernels.reference import FLOAT16_MAX, INT8_MAX, JUST_BELOW_HALF, expand_rows
+from nanochat.kernels.reference import (
+    FLOAT16_MAX,
+    INT8_MAX,
+    JUST_BELOW_HALF,
+    expand_rows,
+    hadamard_matrix,
+)
 
 __all__ = [
     "attention",
@@ -68,17 +74,16 @@ def rope(
     q: torch.Tensor,
     k: torch.Tensor,
     positions: torch.Tensor,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     *,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
     plus_one: bool = False,
+    spread: bool = False,
     scratch: dict[Any, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `nanochat.kernels.rope`. Rotates q and k as one tensor of ``H + Hkv`` heads."""
-    half = cos_sin.shape[1] // 2
-    cos, sin = _factors(positions, cos_sin, q.shape[2], scratch)
     parts = []
     for x, weight in ((q, q_norm), (k, k_norm)):
         if weight is not None:
@@ -87,12 +92,20 @@ def rope(
         parts.append(x)
     both = _side_by_side(*parts) if q_norm is None and k_norm is None else torch.cat(parts, dim=1)
     both = both.float()  # else each product would convert it anew
-    first, second = both[..., :half], both[..., half : 2 * half]
-    rotated = both * cos
-    rotated[..., :half].addcmul_(second, sin, value=-1)
-    rotated[..., half : 2 * half].addcmul_(first, sin)
-    new_q, new_k = rotated.to(q.dtype).split((q.shape[1], k.shape[1]), dim=1)
+    if cos_sin is not None:
+        half = cos_sin.shape[1] // 2
+        cos, sin = _factors(positions, cos_sin, q.shape[2], scratch)
+        first, second = both[..., :half], both[..., half : 2 * half]
+        both = both * cos
+        both[..., :half].addcmul_(second, sin, value=-1)
+        both[..., half : 2 * half].addcmul_(first, sin)
+    if spread:
+        both = both @ _hadamard_matrix(q.shape[2])
+    new_q, new_k = both.to(q.dtype).split((q.shape[1], k.shape[1]), dim=1)
     return new_q, new_k
+
+
+_hadamard_matrix = functools.cache(hadamard_matrix)
 
 
 def _factors(
@@ -209,7 +222,7 @@ def rope_store(
     k: torch.Tensor,
     v: torch.Tensor,
     positions: torch.Tensor,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     cache: LayerCache,
     slots: torch.Tensor,
     *,
@@ -229,6 +242,7 @@ def rope_store(
         k_norm=k_norm,
         eps=eps,
         plus_one=plus_one,
+        spread=cache.k_scale is not None,
         scratch=scratch,
     )
     store_kv(k, v, cache, slots)

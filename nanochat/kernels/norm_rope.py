@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanochat.kernels.hadamard import hadamard, hadamard_size
 from nanochat.kernels.triton_utils import dependent_launch, enter, next_power_of_2
 
 _NORM_ELEMENTS = 2048
@@ -95,16 +96,17 @@ def rope(
     q: torch.Tensor,
     k: torch.Tensor,
     positions: torch.Tensor,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     *,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
     plus_one: bool = False,
+    spread: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `nanochat.kernels.rope`."""
     for name, tensor in (("q", q), ("k", k), ("cos_sin", cos_sin)):
-        if tensor.stride(-1) != 1:
+        if tensor is not None and tensor.stride(-1) != 1:
             raise ValueError(f"{name} must be dense in its last dim; its strides are {tensor.stride()}")
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -112,8 +114,11 @@ def rope(
     new_k = torch.empty((tokens, kv_heads, head_dim), dtype=k.dtype, device=k.device)
     if tokens == 0:
         return new_q, new_k
-    half = cos_sin.shape[1] // 2
+    half = (head_dim if cos_sin is None else cos_sin.shape[1]) // 2
     rest = head_dim - 2 * half
+    spread_size = hadamard_size(head_dim) if spread else 1
+    # Spread are the halves of a whole head. Where fewer dims turn, that is left to a second launch.
+    again = spread_size > 1 and rest > 0
     dependent = dependent_launch(q.device)
     _rope_kernel[(tokens,)](
         q,
@@ -128,13 +133,14 @@ def rope(
         q.stride(1),
         k.stride(0),
         k.stride(1),
-        cos_sin.stride(0),
+        0 if cos_sin is None else cos_sin.stride(0),
         positions.stride(0),
         eps,
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         HALF=half,
+        SPREAD_SIZE=1 if again else spread_size,
         PLUS_ONE=plus_one,
         BLOCK_Q=next_power_of_2(heads),
         BLOCK_K=next_power_of_2(kv_heads),
@@ -144,7 +150,7 @@ def rope(
         num_warps=8,
         launch_pdl=dependent,
     )
-    return new_q, new_k
+    return rope(new_q, new_k, positions, None, spread=True) if again else (new_q, new_k)
 
 
 @triton.jit
@@ -156,7 +162,7 @@ def _rope_kernel(
     q_norm_ptr: tl.tensor | None,
     k_norm_ptr: tl.tensor | None,
     positions_ptr: tl.tensor,
-    cos_sin_ptr: tl.tensor,
+    cos_sin_ptr: tl.tensor | None,
     q_stride_token: int,
     q_stride_head: int,
     k_stride_token: int,
@@ -168,6 +174,7 @@ def _rope_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
+    SPREAD_SIZE: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -182,20 +189,23 @@ def _rope_kernel(
     new_q_ptr += token * (HEADS * HEAD_DIM)
     new_k_ptr += token * (KV_HEADS * HEAD_DIM)
     # Loads first, so that they wait for nothing: the angles' address depends on the position.
-    position = tl.load(positions_ptr + token * positions_stride)
+    if cos_sin_ptr is not None:
+        position = tl.load(positions_ptr + token * positions_stride)
     q_first, q_second = load_halves(q_ptr, q_stride_head, HEADS, HALF, BLOCK_Q, BLOCK_HALF)
     k_first, k_second = load_halves(k_ptr, k_stride_head, KV_HEADS, HALF, BLOCK_K, BLOCK_HALF)
-    cols = tl.arange(0, BLOCK_HALF)
-    angles = cos_sin_ptr + position * cos_sin_stride + cols
-    cos = tl.load(angles, mask=cols < HALF, other=0.0)[None, :]
-    sin = tl.load(angles + HALF, mask=cols < HALF, other=0.0)[None, :]
+    cos, sin = None, None
+    if cos_sin_ptr is not None:
+        cols = tl.arange(0, BLOCK_HALF)
+        angles = cos_sin_ptr + position * cos_sin_stride + cols
+        cos = tl.load(angles, mask=cols < HALF, other=0.0)[None, :]
+        sin = tl.load(angles + HALF, mask=cols < HALF, other=0.0)[None, :]
     norm_and_rotate(
         q_ptr, q_stride_head, new_q_ptr, q_norm_ptr, q_first, q_second, cos, sin, eps,
-        HEADS, HEAD_DIM, HALF, PLUS_ONE, BLOCK_Q, BLOCK_HALF, BLOCK_REST,
+        HEADS, HEAD_DIM, HALF, SPREAD_SIZE, PLUS_ONE, BLOCK_Q, BLOCK_HALF, BLOCK_REST,
     )  # fmt: skip
     norm_and_rotate(
         k_ptr, k_stride_head, new_k_ptr, k_norm_ptr, k_first, k_second, cos, sin, eps,
-        KV_HEADS, HEAD_DIM, HALF, PLUS_ONE, BLOCK_K, BLOCK_HALF, BLOCK_REST,
+        KV_HEADS, HEAD_DIM, HALF, SPREAD_SIZE, PLUS_ONE, BLOCK_K, BLOCK_HALF, BLOCK_REST,
     )  # fmt: skip
 
 
@@ -225,18 +235,19 @@ def norm_and_rotate(
     weight_ptr: tl.tensor | None,
     first: tl.tensor,
     second: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
+    cos: tl.tensor | None,
+    sin: tl.tensor | None,
     eps: tl.tensor,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
+    SPREAD_SIZE: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ) -> None:
-    """Norm and rotate the heads of one token, and copy the dims after the rotated ones, normed."""
+    """Norm, rotate and spread the heads of one token, and copy the dims after the rotated ones, normed."""
     heads = tl.arange(0, BLOCK_HEADS)[:, None]
     cols = tl.arange(0, BLOCK_HALF)[None, :]
     mask = (heads < HEADS) & (cols < HALF)
@@ -254,8 +265,14 @@ def norm_and_rotate(
         if BLOCK_REST > 0:
             rest *= inverse * load_weight(weight_ptr + rest_cols, rest_cols < HEAD_DIM, PLUS_ONE)
     out_ptrs = out_ptr + heads * HEAD_DIM + cols
-    tl.store(out_ptrs, first * cos - second * sin, mask=mask)
-    tl.store(out_ptrs + HALF, second * cos + first * sin, mask=mask)
+    if cos is not None:
+        first, second = first * cos - second * sin, second * cos + first * sin
+    if SPREAD_SIZE > 1:
+        root: tl.constexpr = SPREAD_SIZE**-0.5
+        first, second = (first + second) * root, (first - second) * root
+        first, second = hadamard(first, SPREAD_SIZE // 2), hadamard(second, SPREAD_SIZE // 2)
+    tl.store(out_ptrs, first, mask=mask)
+    tl.store(out_ptrs + HALF, second, mask=mask)
     if BLOCK_REST > 0:
         tl.store(out_ptr + heads * HEAD_DIM + rest_cols, rest, mask=rest_mask)
 

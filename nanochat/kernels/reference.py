@@ -46,24 +46,46 @@ def rope(
     q: torch.Tensor,
     k: torch.Tensor,
     positions: torch.Tensor,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     *,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
     plus_one: bool = False,
+    spread: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `nanochat.kernels.rope`."""
-    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+
+    def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        cos, sin = angles[positions].unsqueeze(1).chunk(2, dim=-1)
+        half = cos.shape[-1]
+        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
     def norm_and_rotate(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         y = x.float() if weight is None else normalize(x, weight, eps, plus_one)
-        half = cos.shape[-1]
-        first, second, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
-        rotated = (first * cos - second * sin, second * cos + first * sin, rest)
-        return torch.cat(rotated, dim=-1).to(x.dtype)
+        y = y if cos_sin is None else rotate(y, cos_sin)
+        return (y @ hadamard_matrix(x.shape[-1]).to(y.device) if spread else y).to(x.dtype)
 
     return norm_and_rotate(q, q_norm), norm_and_rotate(k, k_norm)
+
+
+def hadamard_matrix(dim: int) -> torch.Tensor:
+    """``[D, D]`` float32, orthogonal and symmetric: mixes ``S`` dims at a time, the largest power of two in ``D``.
+
+    Dim ``(side, block, i)`` of ``[2, D / S, S / 2]`` is mixed with those of the same block, by a Walsh-Hadamard
+    matrix over ``(side, i)``: entries of one size, which share out what one dim holds among all ``S``.
+    """
+    size = dim & -dim
+
+    def signs(n: int) -> torch.Tensor:
+        matrix = torch.ones(1, 1)
+        while matrix.shape[0] < n:
+            matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+        return matrix
+
+    within = torch.kron(torch.eye(dim // size), signs(size // 2))
+    return torch.kron(signs(2), within) * size**-0.5 if size > 1 else torch.eye(dim)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -258,7 +280,7 @@ def rope_store(
     k: torch.Tensor,
     v: torch.Tensor,
     positions: torch.Tensor,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     cache: LayerCache,
     slots: torch.Tensor,
     *,
@@ -268,6 +290,16 @@ def rope_store(
     plus_one: bool = False,
 ) -> torch.Tensor:
     """See `nanochat.kernels.rope_store`."""
-    q, k = rope(q, k, positions, cos_sin, q_norm=q_norm, k_norm=k_norm, eps=eps, plus_one=plus_one)
+    q, k = rope(
+        q,
+        k,
+        positions,
+        cos_sin,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+        plus_one=plus_one,
+        spread=cache.k_scale is not None,
+    )
     store_kv(k, v, cache, slots)
     return q

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from nanochat.kernels.attention_common import check_cache_layout
 from nanochat.kernels.cache import LayerCache
+from nanochat.kernels.hadamard import hadamard
 from nanochat.kernels.kv_store import quantize, store_kv
 from nanochat.kernels.norm_rope import load_weight, rope
 from nanochat.kernels.triton_utils import dependent_launch
@@ -26,7 +27,7 @@ def rope_store(
     k: torch.Tensor,
     v: torch.Tensor,
     positions: torch.Tensor,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     cache: LayerCache,
     slots: torch.Tensor,
     *,
@@ -37,10 +38,20 @@ def rope_store(
 ) -> torch.Tensor:
     """See `nanochat.kernels.rope_store`."""
     tokens, heads, head_dim = q.shape
-    half = cos_sin.shape[1] // 2
-    # Heads are read as two halves that turn into each other; what is left over is left to the other kernels.
-    if not 0 < tokens <= _MAX_TOKENS or 2 * half != head_dim or half & (half - 1):
-        q, k = rope(q, k, positions, cos_sin, q_norm=q_norm, k_norm=k_norm, eps=eps, plus_one=plus_one)
+    half = head_dim // 2
+    # Heads are read as two halves that turn into each other; what else there is is left to the other kernels.
+    if cos_sin is None or not 0 < tokens <= _MAX_TOKENS or cos_sin.shape[1] != head_dim or half & (half - 1):
+        q, k = rope(
+            q,
+            k,
+            positions,
+            cos_sin,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+            plus_one=plus_one,
+            spread=cache.k_scale is not None,
+        )
         store_kv(k, v, cache, slots)
         return q
     check_cache_layout(cache)
@@ -140,13 +151,13 @@ def _rope_store_kernel(
         if q_norm_ptr is not None:
             q *= tl.rsqrt(tl.sum(q * q) / (2 * HALF) + eps) * q_weight
         out = new_q_ptr + token * (HEADS * 2 * HALF) + head * (2 * HALF)
-        tl.store(out + dims, _rotate(q, cos, sin))
+        tl.store(out + dims, _rotate(q, cos, sin, k_scale_ptr is not None))
     elif head < HEADS + KV_HEADS:
         kv_head = head - HEADS
         k = tl.load(k_ptr + token * k_stride_token + kv_head * k_stride_head + dims).to(tl.float32)
         if k_norm_ptr is not None:
             k *= tl.rsqrt(tl.sum(k * k) / (2 * HALF) + eps) * k_weight
-        rotated = _rotate(k, cos, sin).to(k_ptr.dtype.element_ty)
+        rotated = _rotate(k, cos, sin, k_scale_ptr is not None).to(k_ptr.dtype.element_ty)
         target = slot * cache_stride_token + kv_head * cache_stride_head
         scale = slot * scale_stride_token + kv_head
         _store_head(rotated, cache_k_ptr + target, k_scale_ptr, scale, slot, dims, HALF)
@@ -159,11 +170,16 @@ def _rope_store_kernel(
 
 
 @triton.jit
-def _rotate(x: tl.tensor, cos: tl.tensor, sin: tl.tensor) -> tl.tensor:
-    """``x [2, half]``, rotated."""
+def _rotate(x: tl.tensor, cos: tl.tensor, sin: tl.tensor, SPREAD: tl.constexpr) -> tl.tensor:
+    """``x [2, half]``, rotated, and spread for an INT8 cache."""
+    HALF: tl.constexpr = x.shape[1]
     first, second = tl.split(tl.trans(x))
     cos, sin = tl.sum(cos, 0), tl.sum(sin, 0)
-    return tl.trans(tl.join(first * cos - second * sin, second * cos + first * sin))
+    x = tl.trans(tl.join(first * cos - second * sin, second * cos + first * sin))
+    if SPREAD:
+        root: tl.constexpr = (2 * HALF) ** -0.5
+        x = tl.reshape(hadamard(tl.reshape(x * root, [1, 2 * HALF]), 2 * HALF), [2, HALF])
+    return x
 
 
 @triton.jit

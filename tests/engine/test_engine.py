@@ -95,6 +95,17 @@ class TestInt8:
         assert [handle.result(60).token_ids for handle in handles] == alone
         assert tight.stats().preemptions > 0
 
+    def test_every_remainder_of_a_block_and_a_pool_of_which_no_block_is_free(
+        self, make_engine: MakeEngine
+    ) -> None:
+        """Prompts that leave 1 to 8 tokens in a block, in a pool all of whose blocks each request gets, written by the one before it."""
+        ample, exact = make_engine(**self.OPTIONS), make_engine(**self.OPTIONS, num_kv_blocks=4)
+        for prompt in (prompts(1, length=length)[0] for length in range(9, 17)):
+            to_the_end = SamplingParams(temperature=0.0, max_tokens=32 - len(prompt), ignore_eos=True)
+            answers = [e.submit(prompt, to_the_end).result(60).token_ids for e in (ample, exact)]
+            assert len(answers[0]) == to_the_end.max_tokens
+            assert answers[0] == answers[1]
+
     def test_a_hit_and_a_reused_block(self, make_engine: MakeEngine) -> None:
         engine = make_engine(**self.OPTIONS, num_kv_blocks=9)
         first, other = prompts(2, length=26)

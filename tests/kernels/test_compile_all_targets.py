@@ -258,7 +258,8 @@ def test_norm_rope_and_activation(monkeypatch: pytest.MonkeyPatch, capability: i
     dtype = float_dtype(capability)
     x = torch.zeros(8, 1024, dtype=dtype)
     q = torch.zeros(8, 16, 128, dtype=dtype)
-    positions, angles = torch.zeros(8, dtype=torch.int64), torch.zeros(64, 96)
+    positions, angles, wide = torch.zeros(8, dtype=torch.int64), torch.zeros(64, 96), torch.zeros(64, 128)
+    odd = torch.zeros(8, 8, 80, dtype=dtype)
     weight = torch.zeros(128, dtype=dtype)
     for module, name, launch in (
         (norm_rope, "_norm_kernel", lambda: norm_rope.rms_norm(x, x[0], 1e-6, x)),
@@ -268,6 +269,13 @@ def test_norm_rope_and_activation(monkeypatch: pytest.MonkeyPatch, capability: i
             "_rope_kernel",
             lambda: norm_rope.rope(q, q[:, :8], positions, angles, q_norm=weight, k_norm=weight),
         ),
+        (
+            norm_rope,
+            "_rope_kernel",
+            lambda: norm_rope.rope(q, q[:, :8], positions, wide, q_norm=weight, k_norm=weight, spread=True),
+        ),
+        (norm_rope, "_rope_kernel", lambda: norm_rope.rope(q, q[:, :8], positions, None, spread=True)),
+        (norm_rope, "_rope_kernel", lambda: norm_rope.rope(odd, odd, positions, None, spread=True)),
         (activation, "_gate_kernel", lambda: activation.silu_mul(x)),
         (activation, "_gate_kernel", lambda: activation.gelu_tanh_mul(x)),
     ):

@@ -39,16 +39,19 @@ def test_rms_norm(dtype: torch.dtype, hidden: int, plus_one: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rotary_dim"),
-    [(4, 2, 64, 64), (9, 3, 80, 80), (7, 1, 96, 48), (2, 2, 256, 64)],
+    [(4, 2, 64, 64), (9, 3, 80, 80), (7, 1, 96, 48), (2, 2, 256, 64), (3, 1, 96, None), (2, 1, 128, 128)],
 )
-def test_rope(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rotary_dim: int) -> None:
+@pytest.mark.parametrize("spread", [False, True])
+def test_rope(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rotary_dim: int | None, spread: bool
+) -> None:
     packed = randn(5, (heads + kv_heads) * dim, dtype=dtype)
     q, k = (part.unflatten(1, (-1, dim)) for part in packed.split((heads * dim, kv_heads * dim), dim=1))
-    angles = randn(40, rotary_dim, seed=1)
+    angles = None if rotary_dim is None else randn(40, rotary_dim, seed=1)
     positions = torch.tensor([0, 39, 7, 7, 1], device=DEVICE)
     for norms in ((None, None), (randn(dim, dtype=dtype, seed=2), randn(dim, dtype=dtype, seed=3))):
         for plus_one in (False, True) if norms[0] is not None else (False,):
-            arguments = {"q_norm": norms[0], "k_norm": norms[1], "plus_one": plus_one}
+            arguments = {"q_norm": norms[0], "k_norm": norms[1], "plus_one": plus_one, "spread": spread}
             got = gpu.rope(q, k, positions, angles, **arguments)
             expected = reference.rope(q, k, positions, angles, **arguments)
             assert_close(got[0], expected[0], dtype)
@@ -102,24 +105,33 @@ def test_store_kv(dtype: torch.dtype, int8: bool, kv_heads: int, dim: int) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rotary_dim"), [(4, 2, 64, 64), (9, 3, 80, 80), (7, 1, 128, 64)]
+    ("heads", "kv_heads", "dim", "rotary_dim"),
+    [
+        (4, 2, 64, 64),
+        (9, 3, 80, 80),
+        (2, 1, 96, 96),
+        (4, 1, 128, 128),
+        (2, 1, 256, 256),
+        (7, 1, 128, 64),
+        (4, 2, 64, None),
+    ],
 )
 def test_rope_store(
-    dtype: torch.dtype, int8: bool, heads: int, kv_heads: int, dim: int, rotary_dim: int
+    dtype: torch.dtype, int8: bool, heads: int, kv_heads: int, dim: int, rotary_dim: int | None
 ) -> None:
-    """One launch where a head's halves turn into each other, two elsewhere: the cache is as after two."""
+    """One launch where a head's halves turn into each other, more elsewhere: the cache is as after two."""
     tokens = 5
     packed = randn(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     sizes = (heads * dim, kv_heads * dim, kv_heads * dim)
     q, k, v = (part.unflatten(1, (-1, dim)) for part in packed.split(sizes, dim=1))
-    angles = randn(40, rotary_dim, seed=1)
+    angles = None if rotary_dim is None else randn(40, rotary_dim, seed=1)
     positions = torch.tensor([0, 39, 7, 7, 1], device=DEVICE)
     slots = torch.tensor([17, 3, -1, 40, 0], device=DEVICE)
     for norms in ((None, None), (randn(dim, dtype=dtype, seed=2), randn(dim, dtype=dtype, seed=3))):
         arguments = {"q_norm": norms[0], "k_norm": norms[1], "plus_one": norms[0] is not None}
         got, expected = (empty_cache(3, 16, kv_heads, dim, dtype, int8=int8, device=DEVICE) for _ in range(2))
         new_q = gpu.rope_store(q, k, v, positions, angles, got, slots, **arguments)
-        expected_q, new_k = gpu.rope(q, k, positions, angles, **arguments)
+        expected_q, new_k = reference.rope(q, k, positions, angles, **arguments, spread=int8)
         gpu.store_kv(new_k, v, expected, slots)
         assert_close(new_q, expected_q, dtype)
         for name in ("k", "v", "k_scale", "v_scale"):

@@ -146,23 +146,20 @@ class Attention:
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        if cos_sin is not None:
-            q = kernels.rope_store(
-                q,
-                k,
-                v,
-                positions,
-                cos_sin,
-                cache,
-                slots,
-                q_norm=self.q_norm,
-                k_norm=self.k_norm,
-                eps=self.eps,
-                plus_one=self.plus_one,
-                scratch=batch.scratch,
-            )
-        else:
-            kernels.store_kv(k, v, cache, slots)
+        q = kernels.rope_store(
+            q,
+            k,
+            v,
+            positions,
+            cos_sin,
+            cache,
+            slots,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            eps=self.eps,
+            plus_one=self.plus_one,
+            scratch=batch.scratch,
+        )
         mixed = kernels.attention(q, cache, batch, scale=self.scale, window=self.window, softcap=self.softcap)
         return mixed.flatten(1)
 
