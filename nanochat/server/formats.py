@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanochat.engine.detokenizer import Detokenizer, TokenSpeller
@@ -49,8 +50,12 @@ class ChatFormat:
     chunk_name = "chat.completion.chunk"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._speller = TokenSpeller(tokenizer)
+        self._tokenizer = tokenizer
         self._has_begun = False
+
+    @cached_property
+    def _speller(self) -> TokenSpeller:
+        return TokenSpeller(self._tokenizer)
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -92,9 +97,17 @@ class TextFormat:
     chunk_name = "text_completion"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._speller = TokenSpeller(tokenizer)
-        self._measure = Detokenizer(tokenizer)
+        self._tokenizer = tokenizer
         self._length = 0
+
+    @cached_property
+    def _speller(self) -> TokenSpeller:
+        return TokenSpeller(self._tokenizer)
+
+    @cached_property
+    def _measure(self) -> Detokenizer:
+        """How much of the text the tokens so far are."""
+        return Detokenizer(self._tokenizer)
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         logprobs = None if piece.logprobs is None else self._logprobs(piece.logprobs)

@@ -63,6 +63,8 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "se
 _COMMON = frozenset(("model", "stream", "stream_options", "n", "stop", "max_tokens", "logprobs", *_SAMPLING))
 _CHAT = _COMMON | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
 _TEXT = _COMMON | {"prompt"}
+_TEMPLATES_OWN = frozenset(("self", "messages", "add_generation_prompt", "verbatim", "now"))
+"""What a request may not tell a chat template."""
 _MESSAGE_KEYS = frozenset(("role", "content", "reasoning_content", "reasoning"))
 """Of these, earlier reasoning is left out, as chat templates do."""
 
@@ -107,14 +109,7 @@ def parse_chat(body: Any) -> Job:
         raise invalid("top_logprobs needs logprobs to be true.", "top_logprobs")
     if wants:
         sampling["logprobs"] = 0 if top is None else top
-    kwargs = options.get("chat_template_kwargs", {})
-    if not isinstance(kwargs, dict) or not all(
-        isinstance(v, (str, int, float, bool)) for v in kwargs.values()
-    ):
-        raise invalid(
-            "chat_template_kwargs must be an object of texts, numbers and truth values.",
-            "chat_template_kwargs",
-        )
+    kwargs = _template_kwargs(options.get("chat_template_kwargs", {}))
     return _job("chat", options, [_messages(options.get("messages"))], sampling, "top_logprobs", kwargs)
 
 
@@ -227,6 +222,17 @@ def _check_sampling(sampling: Mapping[str, Any], logprobs_option: str) -> None:
         name, blank, rest = str(error).partition(" ")
         name = logprobs_option if name == "logprobs" else name
         raise invalid(name + blank + rest, name) from error
+
+
+def _template_kwargs(kwargs: Any) -> dict[str, Any]:
+    name = "chat_template_kwargs"
+    if not isinstance(kwargs, dict) or not all(
+        isinstance(v, (str, int, float, bool)) for v in kwargs.values()
+    ):
+        raise invalid(f"{name} must be an object of texts, numbers and truth values.", name)
+    if taken := sorted(_TEMPLATES_OWN & set(kwargs)):
+        raise invalid(f"{name} can't say what {taken[0]} is.", f"{name}.{taken[0]}")
+    return kwargs
 
 
 def _messages(messages: Any) -> Messages:

@@ -45,6 +45,8 @@ class Service:
         self.model_name = engine.model_name
         self.created = int(time.time())
         self.metrics = ServerMetrics(engine, engine.model_name)
+        self._names = {engine.model_name, engine.config.model}
+        """What requests may call the model: also by what the server was started with, such as a Hub id."""
         self._settings = settings or Settings()
         self._system = system
         self._max_requests = max_requests
@@ -61,7 +63,7 @@ class Service:
         Raises:
             ApiError: it can't be answered; the message says why.
         """
-        if job.model != self.model_name:
+        if job.model not in self._names:
             message = f"There is no model {job.model[:100]!r} here; this server has {self.model_name}."
             raise ApiError(404, message, param="model", code="model_not_found")
         if self._is_closing:

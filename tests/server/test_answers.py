@@ -196,8 +196,8 @@ async def test_a_hundred_chats_at_once_are_all_right(api: Running) -> None:
     """Each as if it were alone; none is lost."""
     chats = [
         (
-            [{"role": "user", "content": f"Question {index % 40}: " + "why? " * (index % 23)}],
-            {"temperature": (0, 0.8, 1.2)[index % 3], "seed": index, "max_tokens": 5 + index % 20},
+            [{"role": "user", "content": f"Question {index % 40}: " + "why? " * (index % 13)}],
+            {"temperature": (0, 0.8, 1.2)[index % 3], "seed": index, "max_tokens": 3 + index % 8},
         )
         for index in range(100)
     ]

@@ -31,6 +31,9 @@ class TestTheClients:
         with pytest.raises(openai.NotFoundError, match="this server has tiny-llama") as caught:
             api.client().chat.completions.create(model="gpt-4", messages=HI)
         assert caught.value.code == "model_not_found"
+        as_started = api.engine.config.model
+        answer = api.client().chat.completions.create(model=as_started, messages=HI, max_tokens=1)
+        assert answer.model == "tiny-llama"
 
     def test_messages_that_no_template_takes(self, api: Running) -> None:
         messages = [*HI, {"role": "system", "content": "late"}]

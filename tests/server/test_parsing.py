@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 
+from nanochat.engine.chat_template import ChatTemplate
 from nanochat.server.errors import ApiError
 from nanochat.server.parsing import MAX_CHOICES, MAX_STOP_CHARACTERS, parse_chat, parse_text
 from nanochat.server.wire import from_json, to_json
@@ -61,6 +63,7 @@ def test_what_changes_nothing_is_taken(harmless: dict[str, Any]) -> None:
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"verbatim": 1}}, "chat_template_kwargs.verbatim"),
         ({"model": None}, "model"),
         ({"model": 7}, "model"),
         ({"messages": []}, "messages"),
@@ -105,6 +108,13 @@ def test_text_completions(options: dict[str, Any], param: str | None) -> None:
     with pytest.raises(ApiError) as caught:
         parse_text(TEXT | options)
     assert caught.value.param == param
+
+
+def test_a_request_cant_name_what_templates_are_told_by_us() -> None:
+    for name in inspect.signature(ChatTemplate.render).parameters:
+        if name != "template_kwargs":
+            with pytest.raises(ApiError):
+                parse_chat(CHAT | {"chat_template_kwargs": {name: 1}})
 
 
 @pytest.mark.parametrize("body", [None, [], "text", 3])
