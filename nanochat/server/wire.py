@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _LINE_BREAKS = str.maketrans({"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 """Clients that split a stream at what Unicode calls a line break must not find one in a text."""
 
@@ -18,7 +19,7 @@ def to_json(value: Any) -> bytes:
     Raises:
         ValueError: there is a number in it that JSON can't hold.
     """
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = _ENCODER.encode(value)
     if not text.isascii():
         text = text.translate(_LINE_BREAKS)
     return text.encode("utf-8", errors="replace")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -40,6 +41,13 @@ def read_all(connection: socket.socket) -> bytes:
         while part := connection.recv(65_536):
             parts.append(part)
     return b"".join(parts)
+
+
+def is_refused(client: socket.socket) -> bool:
+    """Whether the server has told this one, which doesn't block, to come later."""
+    with suppress(BlockingIOError):
+        return client.recv(100).startswith(b"HTTP/1.1 503")
+    return False
 
 
 @pytest.fixture
@@ -191,27 +199,32 @@ class TestTooMuch:
 
 
 class TestTooMany:
-    def flood(self, api: Running, count: int) -> int:
-        """Connections that stay silent; how many were told to go at once."""
-        refused = 0
-        with ExitStack() as stack:
-            held = []
-            for _ in range(count):
-                with suppress(OSError):
-                    made = stack.enter_context(connect(api))
-                    made.setblocking(False)
-                    held.append(made)
-            limit: Callable[[], int] = lambda: len(api.server.server_state.connections)  # noqa: E731
-            wait_until(lambda: limit() <= api.server.config.http_protocol_class.max_connections)  # type: ignore[attr-defined]
-            time.sleep(0.3)
-            for made in held:
-                with suppress(OSError):
-                    refused += made.recv(100).startswith(b"HTTP/1.1 503")
-        return refused
+    def flood(self, api: Running, count: int, limit: int) -> None:
+        """So many connections that say nothing: as many as the limit are kept, all others told to come later."""
+        state = api.server.server_state
+        with ExitStack() as held:
+            waiting = [held.enter_context(connect(api)) for _ in range(count)]
+            for client in waiting:
+                client.settimeout(0.0)
+
+            def all_others_are_told() -> bool:
+                waiting[:] = [client for client in waiting if not is_refused(client)]
+                return len(waiting) == limit
+
+            wait_until(all_others_are_told)
+            wait_until(lambda: len(state.connections) == limit)
+        wait_until(lambda: not state.connections)
+        assert httpx.get(f"{api.url}/health").status_code == 200
 
     def test_connections_are_bounded(self, make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(run, "SPARE_CONNECTIONS", 8)
-        api = make_server(max_requests=8)
-        assert self.flood(api, 100) == 84
-        wait_until(lambda: not api.server.server_state.connections)
-        assert httpx.get(f"{api.url}/health").status_code == 200
+        self.flood(make_server(max_requests=8), 200, limit=16)
+
+    @pytest.mark.slow
+    def test_ten_thousand(self, make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(
+            connections, "HEAD_S", 300.0
+        )  # they are to be refused, not to be dropped for silence
+        _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+        self.flood(make_server(max_requests=256), min(10_000, most_files - 2_000), limit=512)
