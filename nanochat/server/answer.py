@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from nanochat.engine.handle import RequestHandle, take_events
@@ -155,9 +156,12 @@ class Answer:
             async for index, events in taken:
                 choice = self._choices[index]
                 self._measure(choice, events)
-                if events[-1].finish_reason in ("cancelled", "error"):
-                    raise self._why_ended(choice)
-                yield choice, choice.take(events)
+                piece = choice.take(events)
+                if piece.finish_reason not in ("cancelled", "error"):
+                    yield choice, piece
+                    continue
+                yield choice, replace(piece, finish_reason=None)
+                raise self._why_ended(choice)
 
     def _why_ended(self, choice: Choice) -> ApiError:
         if self.cancelled_because is not None:

@@ -141,6 +141,11 @@ class Service:
         return self.engine.encode(prompt)
 
     def _encode_chat(self, messages: Messages, template_kwargs: Mapping[str, Any]) -> list[int]:
+        limit = self.engine.max_model_len
+        if len(messages) >= limit:  # templates write at least a token for each
+            raise PromptTooLong(
+                f"The prompt has {len(messages):,} messages but at most {limit - 1:,} tokens fit."
+            )
         self._check_length(sum(len(message["content"]) for message in messages))
         if self._system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system}, *messages]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from typing import Any
 
@@ -10,7 +11,13 @@ import openai
 import pytest
 
 from nanochat.engine.config import SamplingParams
-from nanochat.engine.outputs import RequestOutput
+from nanochat.engine.handle import RequestHandle
+from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput, TokenLogprobs
+from nanochat.server.answer import Answer, Choice
+from nanochat.server.formats import ChatFormat, Piece, TextFormat
+from nanochat.server.parsing import parse_text
+from nanochat.server.reasoning import ReasoningSplitter
+from nanochat.server.wire import to_json
 from nanochat.settings import Settings
 from tests.server.conftest import MakeServer, Running
 from tests.tiny_model import write_tiny_llama
@@ -225,11 +232,24 @@ def test_defaults_are_those_of_the_settings_file_and_the_context(make_server: Ma
         assert answer.choices[0].finish_reason == expected.finish_reason
 
 
-def test_minus_infinity_is_a_number_in_json(api: Running) -> None:
-    from nanochat.engine.outputs import TokenLogprobs
-    from nanochat.server.formats import ChatFormat, Piece, TextFormat
-    from nanochat.server.wire import to_json
+async def test_text_that_came_just_before_a_failure_is_not_lost(api: Running) -> None:
+    """Both may be taken from the engine at once."""
+    handle = RequestHandle(1, lambda _: None)
+    handle.push(Event("so far", (1, 2)))
+    output = RequestOutput("so far", [1, 2], "error", "Out of memory.", None, RequestMetrics())
+    handle.push(Event("", (), "error"), output)
+    choice = Choice(
+        0, 3, handle, ReasoningSplitter(None, is_opened=False), TextFormat(api.engine.tokenizer), False
+    )
+    job = parse_text({"model": "m", "prompt": "a", "stream": True})
+    answer = Answer(job, "m", [choice], TextFormat, api.service.metrics, 0.0, lambda _: None)
+    text, error, done = [event async for event in answer.events()]
+    assert b'"text":"so far"' in text
+    assert b'"message":"Out of memory."' in error
+    assert done == b"data: [DONE]\n\n"
 
+
+def test_minus_infinity_is_a_number_in_json(api: Running) -> None:
     piece = Piece("", "a", [TokenLogprobs(70, -math.inf, ((70, -math.inf), (71, -1.0)))])
     for wire in (ChatFormat(api.engine.tokenizer), TextFormat(api.engine.tokenizer)):
         assert b"-9999.0" in to_json(wire.chunk(0, piece))
@@ -239,8 +259,6 @@ class TestReasoning:
     @pytest.fixture
     def thinking(self, make_server: MakeServer, tmp_path: Any) -> Running:
         """A model whose chat template opens the reasoning itself."""
-        import json
-
         folder = write_tiny_llama(tmp_path / "thinker")
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         settings["chat_template"] = (

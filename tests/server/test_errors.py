@@ -27,6 +27,13 @@ class TestTheClients:
             api.client().completions.create(model=api.model, prompt=["a", text])
         assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
 
+    def test_more_messages_than_tokens_fit(self, api: Running) -> None:
+        with pytest.raises(openai.BadRequestError, match="2,048 messages but at most 2,047") as caught:
+            api.client().chat.completions.create(
+                model=api.model, messages=[{"role": "user", "content": ""}] * 2_048
+            )
+        assert caught.value.code == "context_length_exceeded"
+
     def test_another_model(self, api: Running) -> None:
         with pytest.raises(openai.NotFoundError, match="this server has tiny-llama") as caught:
             api.client().chat.completions.create(model="gpt-4", messages=HI)
