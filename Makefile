@@ -3,12 +3,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Compiled when nanochat is installed; here again after their sources change.
+NATIVE := nanochat/kernels/native
 # Tests run side by side, one thread each: OpenMP loses far more than it gains on contended cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
 
 .PHONY: chat test check lint format screens clean
 
-chat: $(VENV)/installed
+chat: $(VENV)/installed $(VENV)/native
 	@$(BIN)/nanochat
 
 test: lint
@@ -17,7 +19,7 @@ test: lint
 check: lint ## everyday: without the slow tests
 	$(PYTEST) -m "not slow"
 
-lint: $(VENV)/installed-dev
+lint: $(VENV)/installed-dev $(VENV)/native
 	$(BIN)/ruff format --check nanochat tests benchmarks
 	$(BIN)/ruff check nanochat tests benchmarks
 	$(BIN)/mypy
@@ -41,5 +43,9 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $@
 
+$(VENV)/native: $(VENV)/installed $(wildcard $(NATIVE)/*.c $(NATIVE)/*.h $(NATIVE)/build.py)
+	@$(BIN)/python $(NATIVE)/build.py --if-changed
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(NATIVE)/kernels.so $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

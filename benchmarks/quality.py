@@ -30,6 +30,7 @@ from nanochat.engine.progress import Progress, ProgressCallback
 from nanochat.engine.quality import QualityMeter, QualityOptions
 from nanochat.engine.windows import sliding_windows
 from nanochat.kernels import cpu_linear
+from nanochat.kernels.native import linear as native_linear
 
 
 def describe_command(options: argparse.Namespace) -> str:
@@ -69,7 +70,7 @@ def measure_weights(
 ) -> dict[str, Any]:
     """Perplexity by format of the weights, on a CPU."""
     # Compact kernels are for a few rows, which would leave prefill to full weights.
-    cpu_linear.INT4_MAX_ROWS = cpu_linear.INT8_MAX_ROWS = 2**31
+    cpu_linear.INT4_MAX_ROWS = cpu_linear.INT8_MAX_ROWS = native_linear.MAX_ROWS = 2**31
     figures: dict[str, Any] = {}
     for weights in [config.weights] if config.weights != "auto" else get_args(Weights):
         meter = QualityMeter(replace(config, weights=weights, dtype="auto"), options, progress)

@@ -83,8 +83,7 @@ class Engine:
             NanochatError: a subclass whose message says what to do.
         """
         self.config = config or EngineConfig()
-        model = load_model(self.config, progress)
-        self._model = model
+        self._model = model = load_model(self.config, progress)
         self.tokenizer: Any = model.tokenizer
         self.model_dir: Path = model.folder
         self.default_sampling = dict(model.default_sampling)
@@ -124,6 +123,11 @@ class Engine:
     @property
     def device_name(self) -> str:
         return self._model.device.type
+
+    @property
+    def compute_name(self) -> str:
+        """What computes, in a few words: `LoadedModel.compute_name`."""
+        return self._model.compute_name
 
     @property
     def dtype_name(self) -> str:

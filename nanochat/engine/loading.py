@@ -29,9 +29,11 @@ from nanochat.engine.progress import Progress, ProgressCallback, ignore_progress
 from nanochat.engine.ranks import RankMemory, Ranks
 from nanochat.engine.runner import Runner
 from nanochat.engine.step_graphs import MAX_PREFILL_TOKENS, StepGraphs, state_bytes
+from nanochat.engine.step_programs import record_steps
 from nanochat.engine.tokenizer import default_sampling, eos_token_ids, load_tokenizer
 from nanochat.errors import InvalidOption, NotEnoughMemory
 from nanochat.kernels.cache import LayerCache
+from nanochat.kernels.native.library import find as find_native
 
 RECORDING_STAGE = "Preparing the GPU"
 """The last stage of loading, where there is one."""
@@ -61,6 +63,13 @@ class LoadedModel:
     """The other ranks, if the model is divided; to be closed."""
     memory: list[RankMemory]
     """What each rank holds, the first one first."""
+
+    @property
+    def compute_name(self) -> str:
+        """The device; on a CPU with the weights' format, and whether small steps run as native programs."""
+        if self.device.type != "cpu":
+            return self.device.type
+        return f"cpu {self.weights}{' native' if self.runner.is_native else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +202,10 @@ def load_part(
         if device.type == "cuda":
             decoder.reserve_positions(max_model_len)  # later it would have to wait for the device
         graphs = _graphs(config, model, decoder, caches, max_model_len)
-        runner = Runner(decoder, caches, graphs, max_num_seqs=config.max_num_seqs)
+        programs = None
+        if device.type == "cpu" and weights != "fp32" and ranks.shard.size == 1:
+            programs = record_steps(decoder, caches, find_native(), max_model_len)
+        runner = Runner(decoder, caches, graphs, programs, max_num_seqs=config.max_num_seqs)
         runner.warm_up()
         if graphs is not None:
             graphs.record_common(lambda done, total: progress(Progress(RECORDING_STAGE, done, total)))

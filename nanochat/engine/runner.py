@@ -27,6 +27,7 @@ from nanochat.engine.scheduler import ScheduledChunk, StepPlan
 from nanochat.engine.seats import Seats
 from nanochat.engine.step_graphs import StepGraphs
 from nanochat.engine.step_message import PackedStep, RecordedStep
+from nanochat.engine.step_programs import StepPrograms
 from nanochat.errors import RankLost
 from nanochat.kernels.cache import LayerCache
 
@@ -121,15 +122,17 @@ class Runner:
         decoder: Decoder,
         caches: list[LayerCache],
         graphs: StepGraphs | None = None,
+        programs: StepPrograms | None = None,
         *,
         max_num_seqs: int = MAX_NUM_SEQS,
     ) -> None:
-        """``graphs``, of the same decoder and caches, run the plans that fit them.
+        """``graphs`` or ``programs``, of the same decoder and caches, run the plans that fit them.
 
         ``max_num_seqs``: most requests that run at once.
         """
         self.decoder = decoder
         self._graphs = graphs
+        self._programs = programs
         self._caches = caches
         self._block_size = caches[0].block_size
         self._followers: Followers | None = None
@@ -139,6 +142,11 @@ class Runner:
         else:
             self._seats = Seats(max_num_seqs)
             self._last_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=decoder.device)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether small steps run as native programs."""
+        return self._programs is not None
 
     def run(self, plan: StepPlan) -> StepResult:
         """:meth:`launch`, and wait."""
@@ -220,6 +228,8 @@ class Runner:
 
     def _run(self, step: PackedStep, sampling: SamplingBatch | None) -> SampleOutput | None:
         """Compute a step, and sample where it does; only the first rank needs to know how."""
+        if self._programs is not None and self._programs.fits(step.batch):
+            return self._run_program(self._programs, step, sampling)
         batch = upload_batch(step.batch, step.num_decodes, self.decoder.device)
         (seats,) = upload([step.seats], self.decoder.device)
         if step.has_pending_ids:
@@ -232,6 +242,17 @@ class Runner:
         logits = self.decoder.compute_logits(hidden[batch.sample_rows])
         output = sample_together(logits, sampling, self.decoder.ranks)
         self._last_ids.scatter_(0, seats, output.token_ids)
+        return output
+
+    def _run_program(
+        self, programs: StepPrograms, step: PackedStep, sampling: SamplingBatch | None
+    ) -> SampleOutput:
+        last_ids, ids = self._last_ids.numpy(), step.batch.input_ids
+        if step.has_pending_ids:
+            pending = np.flatnonzero(ids < 0)  # which only decodes have, and they come first
+            ids[pending] = last_ids[step.seats[pending]]
+        output = sample_together(programs.logits(step.batch), sampling, self.decoder.ranks)
+        last_ids[step.seats] = output.token_ids.numpy()
         return output
 
     def _forward(self, batch: StepBatch) -> torch.Tensor:

@@ -15,6 +15,8 @@ import torch
 
 from nanochat.kernels import checks, cpu
 from nanochat.kernels.cache import AttentionBatch, LayerCache
+from nanochat.kernels.native import ops as native_ops
+from nanochat.kernels.native.program import current_program
 from nanochat.kernels.normed import Normed
 from nanochat.kernels.rows import StepRows, StepTokens
 
@@ -37,13 +39,14 @@ __all__ = [
     "silu_linear",
     "silu_mul",
     "store_kv",
+    "take_rows",
 ]
 
 
 def _backend(tensor: torch.Tensor) -> ModuleType:
     """The module whose functions are fastest where ``tensor`` lies."""
     if tensor.device.type == "cpu":
-        return cpu
+        return cpu if current_program() is None else native_ops
     from nanochat.kernels import gpu  # it needs Triton, which a machine without a GPU may not have
 
     return gpu
@@ -59,6 +62,17 @@ def expand_rows(
     each lacks is everything from ``first_new`` to the end of its context, if anything. Nothing is checked.
     """
     return _backend(last_ids).expand_rows(rows, last_ids, block_tables, block_size)
+
+
+def take_rows(
+    table: torch.Tensor, rows: torch.Tensor, *, scale: float = 1.0, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """``table[rows] * scale`` of ``table [V, n]`` and ``rows [T]`` int64, which are not checked: ``[T, n]``.
+
+    The product is rounded to ``table``'s type, and is given in that or in ``dtype``.
+    """
+    checks.check_take_rows(table, rows)
+    return _backend(table).take_rows(table, rows, scale=scale, dtype=dtype)
 
 
 def rms_norm(
@@ -204,7 +218,7 @@ def rope_store(
         return q
     norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps, "plus_one": plus_one}
     if q.device.type == "cpu":
-        return cpu.rope_store(q, k, v, positions, cos_sin, cache, slots, **norms, scratch=scratch)
+        norms["scratch"] = scratch
     return _backend(q).rope_store(q, k, v, positions, cos_sin, cache, slots, **norms)
 
 

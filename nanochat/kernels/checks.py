@@ -32,6 +32,12 @@ def check_rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
         _expect(known and residual.shape == x.shape, "residual", "like x, or in float32", residual)
 
 
+def check_take_rows(table: torch.Tensor, rows: torch.Tensor) -> None:
+    _expect(table.dim() == 2 and table.dtype in FLOATS, "table", "[V, n] of a float type", table)
+    known = rows.dtype == torch.int64 and rows.device == table.device
+    _expect(known and rows.dim() == 1, "rows", "[T] int64, with table", rows)
+
+
 def check_rope(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -20,6 +20,7 @@ from nanochat.kernels.reference import (
     JUST_BELOW_HALF,
     expand_rows,
     hadamard_matrix,
+    take_rows,
 )
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "silu_linear",
     "silu_mul",
     "store_kv",
+    "take_rows",
 ]
 
 

@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
-LinearKernel = Callable[[torch.Tensor], torch.Tensor]
-"""``[T, K]`` to ``[T, N]``, of the same type."""
+
+class LinearKernel(Protocol):
+    """A linear map whose weight is prepared."""
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """``[T, K]`` to ``[T, N]``, of the same type or of ``dtype``."""
+
 
 GROUP = 32
 """Weights, side by side in a row, that share a scale and a zero point."""
@@ -136,7 +141,7 @@ def dequantize_int8(weight: Int8Weight) -> torch.Tensor:
 def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearKernel:
     """The weight as it is, which another part of a model may hold as well."""
     if weight.dtype != torch.bfloat16:
-        return lambda x: F.linear(x, weight, bias)
+        return _typed(lambda x: F.linear(x, weight, bias))
 
     def multiply(x: torch.Tensor) -> torch.Tensor:
         # F.linear would bring the whole weight into another order each time.
@@ -149,7 +154,7 @@ def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearKerne
             y = torch.mm(weight, x.t()).t().contiguous()
         return y if bias is None else y.add_(bias)
 
-    return multiply
+    return _typed(multiply)
 
 
 def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearKernel:
@@ -158,7 +163,7 @@ def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearKern
         return plain(weight, bias)
     ordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     multiply = torch.ops.mkldnn._linear_pointwise
-    return lambda x: multiply(x, ordered, bias, "none", [], "")
+    return _typed(lambda x: multiply(x, ordered, bias, "none", [], ""))
 
 
 def int4(weight: Int4Weight, bias: torch.Tensor | None, many: LinearKernel) -> LinearKernel:
@@ -174,7 +179,7 @@ def int4(weight: Int4Weight, bias: torch.Tensor | None, many: LinearKernel) -> L
         y = multiply(x.to(torch.bfloat16), ordered, GROUP, scales_and_zeros).to(x.dtype)
         return y if bias is None else y.add_(bias)
 
-    return lambda x: few(x) if x.shape[0] <= INT4_MAX_ROWS else many(x)
+    return _typed(lambda x: few(x) if x.shape[0] <= INT4_MAX_ROWS else many(x))
 
 
 def int8(weight: torch.Tensor, bias: torch.Tensor | None, many: LinearKernel) -> LinearKernel:
@@ -189,7 +194,15 @@ def int8(weight: torch.Tensor, bias: torch.Tensor | None, many: LinearKernel) ->
         y = multiply(x, values, scales)
         return y if bias is None else y.add_(bias)
 
-    return lambda x: few(x) if x.shape[0] <= INT8_MAX_ROWS else many(x)
+    return _typed(lambda x: few(x) if x.shape[0] <= INT8_MAX_ROWS else many(x))
+
+
+def _typed(multiply: Callable[[torch.Tensor], torch.Tensor]) -> LinearKernel:
+    def kernel(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        y = multiply(x)
+        return y if dtype is None else y.to(dtype)
+
+    return kernel
 
 
 @functools.cache

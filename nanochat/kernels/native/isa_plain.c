@@ -1,0 +1,3 @@
+#define KERNELS kernels_plain
+#define NAME "plain"
+#include "isa.h"

@@ -1,0 +1,243 @@
+/* Runs programs: operations one after the other, each cut into parts that a few threads take in turn.
+ *
+ * There is no barrier. A ticket says which part of which operation is next; whoever finishes the last part of
+ * an operation puts up the ticket of the next one, and does what is too small to divide by itself on the way.
+ * So a thread whose core another program holds delays the others by the part it has in hand, not by every
+ * operation that it misses. Threads wait by spinning briefly, then by letting others run, then asleep.
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <time.h>
+
+#include "op.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum { MAX_THREADS = 64, MAX_PARTS = 1023, PARTS_A_THREAD = 4 };
+enum { SPINS = 4000, YIELDS = 50, POLL_NS = 50000, IDLE_SPINS = 2000 };
+static const int64_t SMALLEST_PART = 1 << 14; /* Multiplications; fewer are done before another core has heard of it. */
+
+/* Epoch (24 bits), operation (20), number of its parts (10), next part (10). */
+#define OVER 0xfffffu
+typedef uint64_t Ticket;
+static Ticket ticket_of(uint32_t epoch, uint32_t op, uint32_t parts) {
+    return (uint64_t)(epoch & 0xffffff) << 40 | (uint64_t)op << 20 | (uint64_t)parts << 10;
+}
+static uint32_t epoch_of(Ticket t) { return (uint32_t)(t >> 40); }
+static uint32_t op_of(Ticket t) { return (uint32_t)(t >> 20) & 0xfffff; }
+static uint32_t parts_of(Ticket t) { return (uint32_t)(t >> 10) & 1023; }
+static uint32_t part_of(Ticket t) { return (uint32_t)t & 1023; }
+
+static struct {
+    _Alignas(128) _Atomic Ticket ticket;
+    _Alignas(128) _Atomic uint32_t done;  /* parts of the ticket's operation */
+    _Alignas(128) _Atomic uint32_t epoch; /* of the newest run */
+    _Atomic int threads;                  /* of the newest run */
+    const Op *ops;
+    int num_ops;
+    const Kernels *kernels;
+    int num_workers;
+    int num_asleep; /* under `lock` */
+    pthread_mutex_t lock, running;
+    pthread_cond_t wake;
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .running = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+
+static void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* How many units of work an operation has, and about how many multiplications one of them is. */
+static int64_t units_of(const Op *op, int64_t *cost) {
+    const int64_t rows = *op->rows;
+    switch (op->kind) {
+    case LINEAR_INT4:
+    case LINEAR_INT8:
+    case LINEAR_FLOAT:
+        *cost = (int64_t)PANEL * op->inner * (rows + 1) / 2;
+        return rows ? (op->n + PANEL - 1) / PANEL : 0;
+    case ATTENTION:
+        *cost = SMALLEST_PART / 2;
+        return rows * op->kv_heads;
+    default:
+        *cost = 8 * (int64_t)(op->kind == ROPE_STORE ? (op->heads + 2 * op->kv_heads) * op->head_dim
+                              : op->kind == QUANTIZE ? op->inner
+                                                     : op->n);
+        return rows;
+    }
+}
+
+static uint32_t parts_for(const Op *op, int threads, int64_t *units) {
+    int64_t cost = 1;
+    *units = units_of(op, &cost);
+    if (threads <= 1) return *units > 0;
+    int64_t parts = *units * cost / SMALLEST_PART, most = PARTS_A_THREAD * (int64_t)threads;
+    if (parts > most) parts = most;
+    if (parts > *units) parts = *units;
+    if (parts > MAX_PARTS) parts = MAX_PARTS;
+    return parts > 1 ? (uint32_t)parts : *units > 0;
+}
+
+static void run_part(const Kernels *kernels, const Op *op, int64_t units, uint32_t part, uint32_t parts) {
+    const int64_t first = units * part / parts, last = units * (part + 1) / parts;
+    kernels->run[op->kind](op, first, last);
+}
+
+/* Put up the next operation that is worth dividing; only one thread is here at a time. */
+static void advance(uint32_t epoch, uint32_t next, int threads) {
+    atomic_store_explicit(&pool.done, 0, memory_order_relaxed);
+    for (; next < (uint32_t)pool.num_ops; next++) {
+        int64_t units;
+        const uint32_t parts = parts_for(&pool.ops[next], threads, &units);
+        if (parts > 1) {
+            atomic_store_explicit(&pool.ticket, ticket_of(epoch, next, parts), memory_order_release);
+            return;
+        }
+        if (parts) run_part(pool.kernels, &pool.ops[next], units, 0, 1);
+    }
+    atomic_store_explicit(&pool.ticket, ticket_of(epoch, OVER, 0), memory_order_release);
+}
+
+static void wait_for_change(Ticket seen) {
+    for (int round = 0; atomic_load_explicit(&pool.ticket, memory_order_acquire) == seen; round++) {
+        if (round < SPINS) {
+            relax();
+        } else if (round < SPINS + YIELDS) {
+            sched_yield();
+        } else {
+            nanosleep(&(struct timespec){0, POLL_NS}, NULL);
+        }
+    }
+}
+
+/* Take parts until this run is over. */
+static void work(uint32_t epoch, int threads) {
+    for (;;) {
+        Ticket ticket = atomic_load_explicit(&pool.ticket, memory_order_acquire);
+        if (epoch_of(ticket) != (epoch & 0xffffff) || op_of(ticket) == OVER) return;
+        if (part_of(ticket) >= parts_of(ticket)) {
+            wait_for_change(ticket);
+            continue;
+        }
+        /* A part once taken keeps the run from ending, so that what `pool` says of it holds. */
+        if (!atomic_compare_exchange_weak_explicit(&pool.ticket, &ticket, ticket + 1, memory_order_acq_rel,
+                                                   memory_order_relaxed))
+            continue;
+        const Op *op = &pool.ops[op_of(ticket)];
+        int64_t cost;
+        run_part(pool.kernels, op, units_of(op, &cost), part_of(ticket), parts_of(ticket));
+        if (atomic_fetch_add_explicit(&pool.done, 1, memory_order_acq_rel) + 1 == parts_of(ticket))
+            advance(epoch, op_of(ticket) + 1, threads);
+    }
+}
+
+static void *worker(void *argument) {
+    const int index = (int)(intptr_t)argument;
+    uint32_t seen = 0;
+    for (;;) {
+        uint32_t epoch = seen;
+        for (int spin = 0; spin < IDLE_SPINS && epoch == seen; spin++) {
+            relax();
+            epoch = atomic_load_explicit(&pool.epoch, memory_order_acquire);
+        }
+        if (epoch == seen) {
+            pthread_mutex_lock(&pool.lock);
+            pool.num_asleep++;
+            while ((epoch = atomic_load_explicit(&pool.epoch, memory_order_acquire)) == seen)
+                pthread_cond_wait(&pool.wake, &pool.lock);
+            pool.num_asleep--;
+            pthread_mutex_unlock(&pool.lock);
+        }
+        seen = epoch;
+        const int threads = atomic_load_explicit(&pool.threads, memory_order_relaxed);
+        if (index < threads) work(epoch, threads);
+    }
+    return NULL;
+}
+
+/* A forked child has none of the threads. */
+static void forget_workers(void) {
+    pool.num_workers = pool.num_asleep = 0;
+    pthread_mutex_init(&pool.lock, NULL);
+    pthread_mutex_init(&pool.running, NULL);
+    pthread_cond_init(&pool.wake, NULL);
+}
+
+/* As many workers as there can be beside the caller, up to `threads` - 1. */
+static void hire(int threads) {
+    static int watches_forks;
+    if (!watches_forks) watches_forks = pthread_atfork(NULL, NULL, forget_workers) == 0;
+    while (pool.num_workers + 1 < threads) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, worker, (void *)(intptr_t)(pool.num_workers + 1))) return;
+        pthread_detach(thread);
+        pool.num_workers++;
+    }
+}
+
+static const Kernels *best_kernels(void) {
+#ifdef WITH_AVX512
+    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+        return &kernels_avx512;
+#endif
+#ifdef WITH_AVX2
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &kernels_avx2;
+#endif
+    return &kernels_plain;
+}
+
+/* The kernels of that name, or the best that this processor can run; NULL if it can't run the named ones. */
+static const Kernels *find_kernels(const char *name) {
+    const Kernels *best = best_kernels();
+    if (!name || !*name || !__builtin_strcmp(name, best->name)) return best;
+    if (!__builtin_strcmp(name, kernels_plain.name)) return &kernels_plain;
+#ifdef WITH_AVX2
+    if (best != &kernels_plain && !__builtin_strcmp(name, kernels_avx2.name)) return &kernels_avx2;
+#endif
+    return NULL;
+}
+
+EXPORT const char *nanochat_kernels(const char *name) {
+    const Kernels *kernels = find_kernels(name);
+    return kernels ? kernels->name : NULL;
+}
+
+EXPORT int nanochat_op_bytes(void) { return (int)sizeof(Op); }
+
+/* Run operations one after the other on up to so many threads, by the kernels of that name. A second caller
+ * meanwhile runs its own alone. Returns 0, or 1 if there are no such kernels. */
+EXPORT int nanochat_run(const Op *ops, int num_ops, int threads, const char *name) {
+    const Kernels *kernels = find_kernels(name);
+    if (!kernels) return 1;
+    if (threads > MAX_THREADS) threads = MAX_THREADS;
+    if (threads <= 1 || num_ops >= (int)OVER || pthread_mutex_trylock(&pool.running)) {
+        for (int i = 0; i < num_ops; i++) {
+            int64_t cost;
+            const int64_t units = units_of(&ops[i], &cost);
+            if (units) run_part(kernels, &ops[i], units, 0, 1);
+        }
+        return 0;
+    }
+    hire(threads);
+    pool.ops = ops, pool.num_ops = num_ops, pool.kernels = kernels;
+    const uint32_t epoch = atomic_load_explicit(&pool.epoch, memory_order_relaxed) + 1;
+    advance(epoch, 0, threads);
+    pthread_mutex_lock(&pool.lock);
+    atomic_store_explicit(&pool.threads, threads, memory_order_relaxed);
+    atomic_store_explicit(&pool.epoch, epoch, memory_order_release);
+    if (pool.num_asleep) pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+    work(epoch, threads);
+    pthread_mutex_unlock(&pool.running);
+    return 0;
+}
+
+/* What the library was built from. */
+EXPORT const char *nanochat_sources(void) { return SOURCES; }
