@@ -213,27 +213,24 @@ def config(folder: Path, **options: object) -> EngineConfig:
     return EngineConfig(model=str(folder), device="cpu", num_kv_blocks=64, **options)  # type: ignore[arg-type]
 
 
-def test_the_engine_answers_the_same_with_and_without(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_the_engine_answers_with_them(tiny_llama: Path, kv_dtype: str) -> None:
     prompts = [[7, 8, 9], random_tokens(50), [100] * 30]
-    kinds = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, repetition_penalty=1.2)]
-    kinds += [SamplingParams(temperature=0.7, seed=3, max_tokens=20, ignore_eos=True, logprobs=2)]
-
-    def answers() -> list[list[int]]:
-        with Engine(config(tiny_llama, dtype="bfloat16"), debug=True) as engine:
-            assert engine._model.runner.is_native
-            handles = [engine.submit(prompt, params) for prompt in prompts for params in kinds]
-            return [handle.result(60).token_ids for handle in handles]
-
-    expected = answers()
-    assert expected == answers()
-    lone = []
-    with Engine(config(tiny_llama, dtype="bfloat16"), max_steps_ahead=2) as engine:
-        for prompt in prompts:
-            for params in kinds:
-                lone.append(engine.submit(prompt, params).result(60).token_ids)
-    assert [len(tokens) for tokens in lone] == [len(tokens) for tokens in expected]
+    kinds = [
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, repetition_penalty=1.2),
+        SamplingParams(temperature=0.7, seed=3, max_tokens=20, ignore_eos=True, logprobs=2),
+    ]
+    answers = []
+    for steps_ahead in (0, 2):
+        options = config(tiny_llama, dtype="bfloat16", kv_dtype=kv_dtype, prefix_caching=False)
+        with Engine(options, debug=True, max_steps_ahead=steps_ahead) as engine:
+            assert engine.compute_name == "cpu bf16 native"
+            # One after the other, since which chats share a step is a matter of time otherwise.
+            asked = [(prompt, params) for prompt in prompts for params in kinds]
+            answers.append([engine.submit(*each).result(60).token_ids for each in asked])
+            handles = [engine.submit(*each) for each in asked]
+            assert all(len(handle.result(60).token_ids) == 20 for handle in handles)
+    assert answers[0] == answers[1]
 
 
 def test_whoever_asks_for_float32_gets_pytorch(tiny_llama: Path) -> None:
