@@ -89,7 +89,7 @@ def end(stage: Stage, chat: Chat, text: str, reasoning: str = "") -> Message:
     answer = chat.live
     if answer is None or stage.main.bridge is None:
         raise RuntimeError("there is no answer under way")
-    encode = stage.main.bridge.engine.tokenizer.encode
+    encode = stage.main.bridge.backend.engine.tokenizer.encode
     if reasoning:
         answer.answer.tags = ("<think>", "</think>")
         answer.answer.reasoning_tokens = len(encode(reasoning))
@@ -149,7 +149,7 @@ async def preempted(stage: Stage) -> None:
     bridge = stage.main.bridge
 
     def is_full() -> bool:
-        return bridge is not None and bridge.engine.stats().preemptions > 0
+        return bridge is not None and bridge.backend.engine.stats().preemptions > 0
 
     await stage.until(is_full, 120, "Filling the cache")
 
@@ -245,7 +245,7 @@ async def _import(stage: Stage, title: str, question: str, text: str, when: floa
         ],
     }
     if stage.main.bridge is not None:
-        content["messages"][1]["token_ids"] = list(stage.main.bridge.engine.tokenizer.encode(text))
+        content["messages"][1]["token_ids"] = list(stage.main.bridge.backend.engine.tokenizer.encode(text))
     before = len(stage.main.workspace.chats)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "chat.json"

@@ -148,9 +148,9 @@ async def shown_rate(stage: Stage, seconds: float) -> float:
     bridge = stage.main.bridge
     if bridge is None:
         raise RuntimeError("the model isn't loaded")
-    before, start_s = bridge.engine.stats().generation_tokens, time.perf_counter()
+    before, start_s = bridge.backend.engine.stats().generation_tokens, time.perf_counter()
     await asyncio.sleep(seconds)
-    return (bridge.engine.stats().generation_tokens - before) / (time.perf_counter() - start_s)
+    return (bridge.backend.engine.stats().generation_tokens - before) / (time.perf_counter() - start_s)
 
 
 async def plain_rate(stage: Stage, tabs: int, seconds: float) -> float:
@@ -158,7 +158,7 @@ async def plain_rate(stage: Stage, tabs: int, seconds: float) -> float:
     bridge = stage.main.bridge
     if bridge is None:
         raise RuntimeError("the model isn't loaded")
-    engine = bridge.engine
+    engine = bridge.backend.engine
     handles = []
     for chat in stage.main.workspace.chats:
         messages = [

@@ -7,6 +7,7 @@ keep one, so that nothing disappears unseen. Knows nothing of widgets.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 MAX_MARKS = 8
@@ -15,6 +16,8 @@ MAX_MARKS = 8
 _LINE_BREAKS = "\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 """What ``str.splitlines`` breaks at and Markdown doesn't: both must see the same lines."""
 
+SURROGATES = re.compile("[\ud800-\udfff]")
+"""Halves of a character, which no UTF-8 can hold alone."""
 _INVISIBLE = (
     *range(0x202A, 0x202F),  # direction embeddings and overrides
     *range(0x2066, 0x206A),  # direction isolates
@@ -77,6 +80,11 @@ class Sanitizer:
             if self._marks <= MAX_MARKS:
                 kept.append(character)
         return "".join(kept)
+
+
+def encodable(text: str) -> str:
+    """The text with each lone surrogate, which no UTF-8 can hold, as U+FFFD."""
+    return SURROGATES.sub("\ufffd", text)
 
 
 def sanitize(text: str) -> str:

@@ -108,7 +108,7 @@ def answering(driver: Driver, monkeypatch: pytest.MonkeyPatch, texts: Iterable[s
         )
         return handle
 
-    monkeypatch.setattr(bridge.engine, "submit", submit)
+    monkeypatch.setattr(bridge.backend.engine, "submit", submit)
 
 
 def storable(text: str) -> str:

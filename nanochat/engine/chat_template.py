@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from nanochat.engine.prompt_encoding import PLACEHOLDER, PromptEncoder, encodable, placeholders
+from nanochat.engine.prompt_encoding import PLACEHOLDER, PromptEncoder, placeholders
 from nanochat.engine.template_budget import TemplateLimitExceeded
 from nanochat.engine.template_sandbox import TemplateRefusal, literal_text, render_template
 from nanochat.errors import InvalidOption, UnsupportedModel, one_line
+from nanochat.sanitize import encodable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -34,7 +34,6 @@ from nanochat.engine.outputs import TokenLogprobs
 from nanochat.engine.panics import panics_refused
 from nanochat.engine.pipeline import GPU_STEPS_AHEAD, Outcome, Pipeline
 from nanochat.engine.progress import ProgressCallback, ignore_progress
-from nanochat.engine.prompt_encoding import encodable
 from nanochat.engine.ranks import RankMemory
 from nanochat.engine.recorder import Recorder
 from nanochat.engine.request import FinishReason, Request, RequestStatus
@@ -42,6 +41,7 @@ from nanochat.engine.scheduler import Scheduler
 from nanochat.engine.stats import BlockMap, EngineStats
 from nanochat.engine.step_pace import StepPace
 from nanochat.errors import EngineClosed, InvalidOption
+from nanochat.sanitize import encodable
 
 logger = logging.getLogger(__name__)
 

@@ -28,6 +28,13 @@ class Event:
     """One a token id, if they were asked for."""
     time_s: float | None = None
     """When its last token came, on the monotonic clock; None before any has."""
+    tokens_without_ids: int = 0
+    """Tokens that another engine made, which tells text alone; an estimate."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the text came from."""
+        return len(self.token_ids) + self.tokens_without_ids
 
 
 @dataclass(frozen=True, slots=True)

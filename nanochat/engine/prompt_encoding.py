@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanochat.engine.panics import panics_refused
 from nanochat.errors import InvalidOption, UnsupportedModel
+from nanochat.sanitize import SURROGATES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,8 +31,7 @@ PLACEHOLDER = "\ufdd1"
 MAX_TOKEN_CHARACTERS = 1024
 """Of an added token. Real ones have some dozen; the work below grows with the square of it."""
 _NOTHING = "(?!)"  # a pattern that never matches
-_SURROGATES = re.compile("[\ud800-\udfff]")
-_RESERVED = re.compile(f"[{GUARD}{PLACEHOLDER}]|{_SURROGATES.pattern}")
+_RESERVED = re.compile(f"[{GUARD}{PLACEHOLDER}]|{SURROGATES.pattern}")
 
 
 class PromptEncoder:
@@ -251,11 +251,6 @@ def _guarded(token: str) -> str:
 def _alternatives(tokens: Collection[str]) -> re.Pattern[str]:
     """A pattern for any of the tokens, the longest first; it matches nothing when there is none."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or _NOTHING)
-
-
-def encodable(text: str) -> str:
-    """The text with each lone surrogate, which no UTF-8 can hold, as U+FFFD."""
-    return _SURROGATES.sub("\ufffd", text)
 
 
 def placeholders(rendered: str) -> Iterator[str | int]:

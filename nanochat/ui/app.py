@@ -23,7 +23,7 @@ from textual.binding import BindingType
 from textual.screen import Screen
 from textual.widgets import TextArea
 
-from nanochat.engine.config import EngineConfig
+from nanochat.backend.opening import BackendConfig
 from nanochat.history import default_history_file
 from nanochat.sanitize import sanitize_line
 from nanochat.settings import AppSettings, Preset, Settings, user_path
@@ -34,7 +34,7 @@ from nanochat.ui.actions import ACTIONS, Action, bindings, chosen_actions, find
 from nanochat.ui.archive import Archive, HistoryOpened, HistoryTroubled
 from nanochat.ui.bridge import Bridge
 from nanochat.ui.chrome import LoadState
-from nanochat.ui.loader import EngineReady, Loader, LoadFailed, LoadProgressed
+from nanochat.ui.loader import BackendReady, Loader, LoadFailed, LoadProgressed
 from nanochat.ui.main_screen import MainScreen
 from nanochat.ui.palette import ActionsProvider
 from nanochat.ui.screenshots import file_name, pictures_folder, save, widget_svg
@@ -56,7 +56,7 @@ CLOSE_WAIT_S = 1.0
 
 
 class NanochatApp(App[None]):
-    """The app. It owns the engine; the chats belong to its main screen."""
+    """The app. It owns the backend; the chats belong to its main screen."""
 
     TITLE = "nanochat"
     CSS_PATH = "nanochat.tcss"
@@ -65,7 +65,7 @@ class NanochatApp(App[None]):
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: BackendConfig,
         *,
         system: str | None = None,
         sampling: Mapping[str, Any] | None = None,
@@ -97,7 +97,7 @@ class NanochatApp(App[None]):
         self._archive = Archive(history_file, self.post_message)
         self._config = config
         self._loader = Loader(config, self.post_message)
-        self._config_before: EngineConfig | None = None
+        self._config_before: BackendConfig | None = None
         """What to load again if another model, chosen by the user, can't be loaded."""
         self._bridge: Bridge | None = None
         self._interrupted_s = -QUIT_WINDOW_S
@@ -147,15 +147,15 @@ class NanochatApp(App[None]):
         """Load another model in place of the one that runs, or could not be loaded; no chat may be answering."""
         before: Callable[[], object] | None = None
         if self._bridge is not None:
-            engine, self._bridge = self._bridge.release(), None
-            self._config_before, before = self._config, engine.close
+            backend, self._bridge = self._bridge.release(), None
+            self._config_before, before = self._config, backend.close
         elif self.load_error is None:  # one is being loaded
             return
         self.load_error = None
         self.main_screen.release()
         self._load(replace(self._config, model=model), before)
 
-    def _load(self, config: EngineConfig, before: Callable[[], object] | None = None) -> None:
+    def _load(self, config: BackendConfig, before: Callable[[], object] | None = None) -> None:
         """Load on a thread, after something else; both models at once might not fit the memory."""
         self._config, self._loader = config, Loader(config, self.post_message, before)
         self._loader.start()
@@ -171,9 +171,11 @@ class NanochatApp(App[None]):
         self.load_error = sanitize_line(event.error, 2_000)
         self.main_screen.fail(self.load_error)
 
-    def on_engine_ready(self, event: EngineReady) -> None:
+    def on_backend_ready(self, event: BackendReady) -> None:
         self._config_before = None
-        self._bridge = Bridge(event.engine, self._sampling, self.main_screen.post_message, self._archive.grew)
+        self._bridge = Bridge(
+            event.backend, self._sampling, self.main_screen.post_message, self._archive.grew
+        )
         self.main_screen.start(self._bridge)
 
     def action_interrupt(self) -> None:
@@ -263,7 +265,7 @@ class NanochatApp(App[None]):
         ]
         if self._bridge is not None:
             self._bridge.stop_all()
-            tasks.append(self._bridge.engine.close)
+            tasks.append(self._bridge.backend.close)
         threads = [threading.Thread(target=task, name="nanochat-close", daemon=True) for task in tasks]
         deadline_s = time.monotonic() + CLOSE_WAIT_S
         for thread in threads:
@@ -273,11 +275,11 @@ class NanochatApp(App[None]):
         return self._loader.is_idle and not any(thread.is_alive() for thread in threads)
 
 
-def run_app(config: EngineConfig, *, system: str | None = None, settings: Settings | None = None) -> int:
+def run_app(config: BackendConfig, *, system: str | None = None, settings: Settings | None = None) -> int:
     """Run the app until the user leaves; returns the exit status.
 
     Args:
-        config: which model to load, and how.
+        config: which model to load, and how; or which server to connect with.
         system: system prompt of new chats.
         settings: what the user's file says.
 

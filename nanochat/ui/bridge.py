@@ -1,6 +1,6 @@
-"""Between the engine's threads and the app: submits prompts, polls live requests, posts Textual messages.
+"""Between a backend's threads and the app: submits turns, polls live requests, posts Textual messages.
 
-Pull-based: the engine never calls into the app. A timer on the UI thread calls :meth:`Bridge.poll`,
+Pull-based: the backend never calls into the app. A timer on the UI thread calls :meth:`Bridge.poll`,
 which joins what has come for each chat into one message. Encoding a prompt may take long (a pasted
 book), so prompts are submitted on a thread of their own. Widgets are not known here.
 """
@@ -13,21 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from textual.message import Message as TextualMessage
 
+from nanochat.backend.interface import AnswerHandle, Backend, DropOffer, Refused, Turn
 from nanochat.engine.config import SamplingParams
-from nanochat.engine.handle import RequestHandle
 from nanochat.engine.outputs import RequestOutput
-from nanochat.errors import NanochatError, PromptTooLong
+from nanochat.errors import NanochatError
 from nanochat.sanitize import Sanitizer
 from nanochat.ui.chat import Chat
 from nanochat.ui.restoring import joined_outputs
-
-if TYPE_CHECKING:
-    from nanochat.engine.engine import Engine
-    from nanochat.ui.context import Contexts, DropOffer, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +35,15 @@ COST_FACTOR = 6.0
 
 @dataclass
 class AnswerStarted(TextualMessage):
-    """The engine has taken the prompt."""
+    """The backend has taken the prompt."""
 
     chat_id: int
-    handle: RequestHandle
+    handle: AnswerHandle
     reasoning_tags: tuple[str, str] | None
     opens_reasoning: bool = False
     """Whether the answer begins inside its reasoning."""
     partial: RequestOutput | None = None
-    """The answer that goes on, as far as the engine was given it."""
+    """The answer that goes on, as far as the backend was given it."""
 
 
 @dataclass
@@ -78,7 +74,7 @@ class AnswerEnded(TextualMessage):
 
 @dataclass(slots=True)
 class _Live:
-    handle: RequestHandle
+    handle: AnswerHandle
     sanitizer: Sanitizer
     partial: RequestOutput | None
     not_before_s: float = 0.0
@@ -89,29 +85,25 @@ class Bridge:
 
     def __init__(
         self,
-        engine: Engine,
+        backend: Backend,
         sampling: Mapping[str, Any],
         post: Callable[[TextualMessage], object],
         keep: Callable[[int, str, Sequence[int]], object] = lambda chat_id, text, token_ids: None,
     ) -> None:
-        """Connect an engine with the app.
+        """Connect a backend with the app.
 
         Args:
-            sampling: settings over the model's recommendation.
+            sampling: settings over the backend's own, by parameter name.
             post: must be thread-safe.
             keep: called on the UI thread with each chat's id, its new text as the model wrote it, and the
                 text's ids, as soon as they are known.
         """
-        from nanochat.ui.context import Contexts, Prompt  # they need a tokenizer library; first paint doesn't
-
-        self._prompt_type = Prompt
-        self.engine = engine
-        self._sampling = {**engine.default_sampling, **sampling}
+        self.backend = backend
+        self._sampling = dict(sampling)
         self._post = post
         self._keep = keep
-        self._contexts: Contexts = Contexts(engine.tokenizer)
         self._live: dict[int, _Live] = {}
-        self._prompts: queue.SimpleQueue[Prompt | None] = queue.SimpleQueue()
+        self._prompts: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
         self._stopping: set[int] = set()
         threading.Thread(target=self._submit_prompts, name="nanochat-submit", daemon=True).start()
 
@@ -121,40 +113,30 @@ class Bridge:
         return bool(self._live)
 
     def sampling_params(self, overrides: Mapping[str, Any]) -> SamplingParams:
-        """A chat's settings over the defaults.
+        """A chat's settings over the user's and the backend's.
 
         Raises:
             InvalidOption: a value can't work.
         """
-        return SamplingParams(**{**self._sampling, **overrides})
+        return SamplingParams(**{**self.backend.about.default_sampling, **self._sampling, **overrides})
 
     def submit(self, chat: Chat) -> None:
         """Send the chat's path up to its last question; :class:`AnswerStarted` or a refusal follows."""
         self._stopping.discard(chat.id)
         self._prompts.put(
-            self._prompt_type(
+            Turn(
                 chat_id=chat.id,
                 system=chat.system,
                 started=chat.started,
                 messages=tuple(message for message in chat.context if message is not chat.live),
-                sampling=dict(chat.sampling),
+                sampling={**self._sampling, **chat.sampling},
                 enable_thinking=chat.enable_thinking,
                 keep_reasoning=chat.keep_reasoning,
                 partial=chat.live.partial if chat.live is not None else None,
             )
         )
 
-    @property
-    def reasoning_tags(self) -> tuple[str, str] | None:
-        """What encloses the model's reasoning; None for a model without any."""
-        return self._contexts.reasoning_tags
-
-    @property
-    def has_template(self) -> bool:
-        """Whether the model was made to chat."""
-        return self._contexts.has_template
-
-    def track(self, chat_id: int, handle: RequestHandle, partial: RequestOutput | None = None) -> None:
+    def track(self, chat_id: int, handle: AnswerHandle, partial: RequestOutput | None = None) -> None:
         """Poll this handle from now on; its output goes on from ``partial``."""
         self._live[chat_id] = _Live(handle, Sanitizer(), partial)
         if chat_id in self._stopping:
@@ -173,7 +155,7 @@ class Bridge:
         if (live := self._live.pop(chat_id, None)) is not None:
             self._take(chat_id, live)
             live.handle.cancel()
-        self._contexts.forget(chat_id)
+        self.backend.forget(chat_id)
 
     def request_ids(self) -> dict[int, int]:
         """Live request ids, each with its chat's id."""
@@ -190,7 +172,11 @@ class Bridge:
                 self._post(text)
             if is_done:
                 del self._live[chat_id]
-                output = live.handle.result(timeout=0)
+                try:
+                    output = live.handle.result(timeout=0)
+                except NanochatError as error:
+                    self._post(_refusal(chat_id, error))
+                    continue
                 if live.partial is not None:
                     output = joined_outputs(live.partial, output)
                 self._post(AnswerEnded(chat_id, output))
@@ -201,8 +187,9 @@ class Bridge:
             return None
         raw = "".join(event.text for event in events)
         token_ids = [token_id for event in events for token_id in event.token_ids]
+        num_tokens = sum(event.num_tokens for event in events)
         self._keep(chat_id, raw, token_ids)
-        return AnswerGrew(chat_id, live.sanitizer.feed(raw), len(token_ids))
+        return AnswerGrew(chat_id, live.sanitizer.feed(raw), num_tokens)
 
     def report_cost(self, chat_id: int, cost_s: float, now_s: float | None = None) -> None:
         """Drawing the chat's last text took this long; slow drawing gets fewer, larger deltas."""
@@ -217,31 +204,34 @@ class Bridge:
             live.handle.cancel()
         self._live.clear()
 
-    def release(self) -> Engine:
-        """End every request and the submitting thread, so that nothing here holds the engine; returns it."""
+    def release(self) -> Backend:
+        """End every request and the submitting thread, so that nothing here holds the backend; returns it."""
         self.stop_all()
         self._prompts.put(None)
-        return self.engine
+        return self.backend
 
     def _submit_prompts(self) -> None:
         """Runs on the submitting thread, a daemon that ends with the process or when it is released."""
         while (prompt := self._prompts.get()) is not None:
             try:
-                self._post(self._submitted(prompt))
+                started = self.backend.start(prompt)
             except NanochatError as error:
-                self._post(AnswerRefused(prompt.chat_id, str(error)))
+                self._post(_refusal(prompt.chat_id, error))
             except Exception as error:  # a chat template may raise anything; the chat must hear of it
                 logger.exception("submitting failed")
                 problem = f"The prompt could not be prepared ({type(error).__name__}: {error})."
                 self._post(AnswerRefused(prompt.chat_id, problem))
+            else:
+                self._post(
+                    AnswerStarted(
+                        prompt.chat_id,
+                        started.handle,
+                        started.reasoning_tags,
+                        started.opens_reasoning,
+                        started.partial,
+                    )
+                )
 
-    def _submitted(self, prompt: Prompt) -> AnswerStarted | AnswerRefused:
-        prepared = self._contexts.prepare(prompt)
-        try:
-            handle = self.engine.submit(prepared.token_ids, self.sampling_params(prompt.sampling))
-        except PromptTooLong as error:
-            offer = self._contexts.drop_offer(prompt, self.engine.max_model_len)
-            return AnswerRefused(prompt.chat_id, str(error), offer)
-        return AnswerStarted(
-            prompt.chat_id, handle, self.reasoning_tags, prepared.opens_reasoning, prepared.partial
-        )
+
+def _refusal(chat_id: int, error: NanochatError) -> AnswerRefused:
+    return AnswerRefused(chat_id, str(error), error.offer if isinstance(error, Refused) else None)

@@ -1,4 +1,4 @@
-"""What comes from the engine: the model as it loads, answers as they come, and what they cost.
+"""What comes from the backend: the model as it loads, answers as they come, and what they cost.
 
 The app hands over the bridge to the engine once the model is loaded; prompts sent earlier wait for that.
 What the user can do lies in :mod:`nanochat.ui.main_screen`.
@@ -7,11 +7,11 @@ What the user can do lies in :mod:`nanochat.ui.main_screen`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from textual.message import Message
 from textual.timer import Timer
 
+from nanochat.backend.interface import DropOffer
 from nanochat.sanitize import sanitize, sanitize_line
 from nanochat.ui import formatting as fmt
 from nanochat.ui.archive import Archive, HistoryOpened
@@ -21,9 +21,6 @@ from nanochat.ui.chrome import LoadState, Welcome
 from nanochat.ui.pane_screen import PaneScreen
 from nanochat.ui.snapshots import busy_label, take_snapshot, update_phases
 from nanochat.ui.stats_panel import CONTEXT_WARNING
-
-if TYPE_CHECKING:
-    from nanochat.ui.context import DropOffer
 
 POLLS_PER_S = 25
 STATS_PER_S = 4
@@ -114,14 +111,13 @@ class ChatScreen(PaneScreen):
     def start(self, bridge: Bridge) -> None:
         """The engine is there: send what waits for it."""
         self.bridge = bridge
-        engine = bridge.engine
-        self.archive.model = engine.model_name
-        if not bridge.has_template:
+        about = bridge.backend.about
+        self.archive.model = about.model
+        if not about.has_template:
             self.notify(NO_TEMPLATE, severity="warning", timeout=NO_TEMPLATE_S, markup=False)
         for chat in self.workspace.chats:
             self._mark_reasoning(chat)
-        name = sanitize_line(engine.model_name)
-        self.show_load(LoadState(model=f"{name} · {engine.compute_name} · kv {engine.kv_dtype_name}"))
+        self.show_load(LoadState(model=f"{about.model} · {about.place}"))
         for chat in self.workspace.busy:
             self.send(chat)
         self.show_stats()
@@ -216,7 +212,7 @@ class ChatScreen(PaneScreen):
         chat.notes = [note for note in chat.notes if note.action_id != DROP_ACTION]
 
     def _warn_of_context(self, chat: Chat) -> None:
-        limit = self.bridge.engine.max_model_len if self.bridge is not None else 0
+        limit = self.bridge.backend.about.context_limit if self.bridge is not None else None
         used = chat.context_tokens
         if limit and used >= CONTEXT_WARNING * limit and not chat.warned_context:
             chat.warned_context = True
@@ -244,7 +240,7 @@ class ChatScreen(PaneScreen):
         if bridge is None:
             self.show_tabs()
             return
-        stats = bridge.engine.stats()
+        stats = bridge.backend.stats()
         chat_ids = bridge.request_ids()
         rows = update_phases(workspace.chats, chat_ids, stats)
         if bridge.is_active:
@@ -256,8 +252,8 @@ class ChatScreen(PaneScreen):
             chat_ids,
             rows,
             stats,
-            bridge.engine.block_map() if self._panel.display else None,
-            bridge.engine.max_model_len,
+            bridge.backend.block_map() if self._panel.display else None,
+            bridge.backend.about.context_limit,
         )
         (self._panel if self._panel.display else self._stats_line).show(snapshot)
         self._header.show(self.load_state, busy_label(stats))

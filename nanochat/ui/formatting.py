@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 SPARKS = "▁▂▃▄▅▆▇█"
 MISSING = "—"
 
 
-def count(value: int) -> str:
+def count(value: int | None) -> str:
     """``1183`` as ``1,183``."""
-    return f"{value:,}"
+    return MISSING if value is None else f"{value:,}"
 
 
 def duration(seconds: float | None) -> str:
@@ -39,6 +38,11 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else MISSING
 
 
+def share(part: float | None) -> str:
+    """A part of a whole, 0 to 1, as ``60 %``."""
+    return MISSING if part is None else f"{100 * part:.0f} %"
+
+
 def size(num_bytes: float) -> str:
     """``98.3 MB``: decimal units, as downloads are counted."""
     for unit in ("B", "kB", "MB"):
@@ -46,14 +50,6 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.2f} GB"
-
-
-def percentile(values: Sequence[float], fraction: float) -> float | None:
-    """Nearest-rank percentile; ``fraction`` 0.95 is the 95th. None when there are no values."""
-    if not values:
-        return None
-    rank = math.ceil(fraction * len(values)) - 1
-    return sorted(values)[max(0, rank)]
 
 
 def sparkline(values: Iterable[float], width: int) -> str:

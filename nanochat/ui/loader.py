@@ -1,4 +1,4 @@
-"""Loads the engine on a thread of its own, so that the screen is up and takes typing meanwhile."""
+"""Opens the backend on a thread of its own, so that the screen is up and takes typing meanwhile."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from textual.message import Message
 
-from nanochat.engine.config import EngineConfig
 from nanochat.engine.progress import Progress
 from nanochat.errors import NanochatError
 
 if TYPE_CHECKING:
-    from nanochat.engine.engine import Engine
+    from nanochat.backend.interface import Backend
+    from nanochat.backend.opening import BackendConfig
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +50,10 @@ class LoadFailed(Message):
 
 
 @dataclass
-class EngineReady(Message):
-    """The engine takes requests; it is the receiver's to close."""
+class BackendReady(Message):
+    """The backend takes requests; it is the receiver's to close."""
 
-    engine: Engine
+    backend: Backend
 
 
 def _let_the_screen_go_first() -> None:
@@ -85,7 +85,7 @@ class Loader:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: BackendConfig,
         post: Callable[[Message], object],
         before: Callable[[], object] | None = None,
     ) -> None:
@@ -121,10 +121,9 @@ class Loader:
                 self._before()
                 self._before = None  # it may hold the model that has just ended
                 gc.collect()
-            self._report(Progress("Starting PyTorch"))
-            from nanochat.engine.engine import Engine
+            from nanochat.backend.opening import open_backend
 
-            engine = Engine(self._config, progress=self._report)
+            backend = open_backend(self._config, self._report)
         except _AbandonedError:
             return
         except NanochatError as error:
@@ -137,10 +136,10 @@ class Loader:
             )
         else:
             if self._is_abandoned.is_set():
-                engine.close()
+                backend.close()
             else:
                 _spare_the_collector()
-                self._post(EngineReady(engine))
+                self._post(BackendReady(backend))
 
     def _report(self, progress: Progress) -> None:
         if self._is_abandoned.is_set():

@@ -118,7 +118,7 @@ class PaneScreen(Screen[None]):
 
     def _mark_reasoning(self, chat: Chat) -> None:
         """An answer that was cut off before its reasoning was told from it: by the model of now."""
-        tags = self.bridge.reasoning_tags if self.bridge is not None else None
+        tags = self.bridge.backend.about.reasoning_tags if self.bridge is not None else None
         for message in chat.messages():
             if message.is_interrupted and message.answer.tags is None:
                 message.answer.tags = tags

@@ -16,7 +16,6 @@ from nanochat.ui.settings_dialog import ChatSettings, SettingsDialog
 if TYPE_CHECKING:
     from nanochat.settings import Preset
     from nanochat.ui.app import NanochatApp
-    from nanochat.ui.bridge import Bridge
 
 THINKING: dict[str, bool | None] = {"on": True, "off": False, "default": None}
 
@@ -88,7 +87,7 @@ class SettingsActions(ChatScreen):
             self.notify("/think takes on, off, default, keep or drop.", severity="warning")
             return
         self.archive.configure(chat)
-        if self.bridge is not None and self.bridge.reasoning_tags is None:
+        if self.bridge is not None and self.bridge.backend.about.reasoning_tags is None:
             self.tell(chat, "This model has no reasoning of its own; /think changes nothing for it.")
             return
         asked = {True: "on", False: "off", None: "as the model's template has it"}[chat.enable_thinking]
@@ -133,7 +132,7 @@ class SettingsActions(ChatScreen):
             self.notify("The model isn't loaded yet.")
         elif not argument:
             if self.bridge is not None:
-                self._describe_model(self.bridge)
+                self.tell(self.workspace.active, self.bridge.backend.about.description)
             else:
                 self.has_no_model(self.workspace.active)
         elif self.workspace.busy:
@@ -142,13 +141,3 @@ class SettingsActions(ChatScreen):
         else:
             app: NanochatApp = self.app  # type: ignore[assignment]
             app.switch_model("" if argument == "default" else argument)
-
-    def _describe_model(self, bridge: Bridge) -> None:
-        engine, stats, size = bridge.engine, bridge.engine.stats(), bridge.engine.config.block_size
-        self.tell(
-            self.workspace.active,
-            f"{sanitize_line(engine.model_name)} on {engine.device_name}, KV cache {engine.kv_dtype_name}: "
-            f"{fmt.count(stats.blocks_total)} blocks of {size} tokens, at most "
-            f"{fmt.count(engine.max_model_len)} tokens a chat. Files: {sanitize_line(str(engine.model_dir), 300)}. "
-            "/model followed by a folder, a .gguf file or a Hub id loads another.",
-        )

@@ -1,10 +1,11 @@
-"""From the engine's statistics to what tabs, footers and the panel show. Pure but for the chats' live state."""
+"""From a backend's statistics to what tabs, footers and the panel show. Pure but for the chats' live state."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from nanochat.engine.stats import BlockMap, EngineStats, RequestRow, RequestState
+from nanochat.backend.stats import BackendStats
+from nanochat.engine.stats import BlockMap, RequestRow, RequestState
 from nanochat.ui.chat import Chat, Phase
 from nanochat.ui.stats_panel import Snapshot, TabRow
 
@@ -20,7 +21,7 @@ _PHASES: dict[RequestState, Phase] = {
 
 
 def update_phases(
-    chats: Sequence[Chat], chat_ids: Mapping[int, int], stats: EngineStats
+    chats: Sequence[Chat], chat_ids: Mapping[int, int], stats: BackendStats
 ) -> dict[int, RequestRow]:
     """Bring each busy chat's phase up to date; returns the engine's rows by chat id.
 
@@ -45,9 +46,9 @@ def take_snapshot(
     slots: Mapping[int, int],
     chat_ids: Mapping[int, int],
     rows: Mapping[int, RequestRow],
-    stats: EngineStats,
+    stats: BackendStats,
     block_map: BlockMap | None,
-    context_limit: int,
+    context_limit: int | None,
 ) -> Snapshot:
     """What the panel shows now. ``slots`` maps chat ids to tab colours."""
     return Snapshot(
@@ -100,7 +101,7 @@ def state_label(chat: Chat) -> str:
     return "done" if chat.is_unread else "idle"
 
 
-def busy_label(stats: EngineStats | None) -> str:
+def busy_label(stats: BackendStats | None) -> str:
     """``3 running · 1 queued``; empty when nothing runs."""
     if stats is None:
         return ""

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from rich.cells import cell_len
 from textual.content import Content
 
-from nanochat.engine.stats import BlockMap, EngineStats
+from nanochat.backend.stats import BackendStats, share
+from nanochat.engine.stats import BlockMap
 from nanochat.ui import block_map as blocks
 from nanochat.ui import formatting as fmt
 from nanochat.ui.lines import LinesWidget
@@ -52,14 +53,14 @@ class TabRow:
 class Snapshot:
     """Everything the panel shows at one moment."""
 
-    stats: EngineStats
+    stats: BackendStats
     block_map: BlockMap | None
     slots: Mapping[int, int]
     """Tab colour by request id."""
     tabs: tuple[TabRow, ...]
     context_tokens: int
     """Of the chat in view."""
-    context_limit: int
+    context_limit: int | None
 
 
 @dataclass(slots=True)
@@ -79,14 +80,15 @@ class History:
     _owner: tuple[int, ...] = ()
     """Owners of the blocks in the last snapshot."""
 
-    def record(self, stats: EngineStats) -> None:
+    def record(self, stats: BackendStats) -> None:
         """Add a sample."""
-        self.decode.append(stats.decode_tok_s)
-        self.prefill.append(stats.prefill_tok_s)
-        self.flash = FLASH if stats.preemptions > self.preemptions else max(0, self.flash - 1)
+        self.decode.append(stats.decode_tok_s or 0.0)
+        self.prefill.append(stats.prefill_tok_s or 0.0)
+        preemptions = stats.preemptions or 0
+        self.flash = FLASH if preemptions > self.preemptions else max(0, self.flash - 1)
         if self.is_still:
             self.flash = 0
-        self.preemptions = stats.preemptions
+        self.preemptions = preemptions
 
     def watch(self, snapshot: Snapshot) -> None:
         """Find the blocks that requests have lost since the last snapshot by being preempted."""
@@ -128,16 +130,15 @@ def panel(
 def one_line(snapshot: Snapshot, history: History, width: int) -> Content:
     """The most telling figures on one line, as many as fit."""
     stats = snapshot.stats
-    ttft = fmt.percentile(stats.ttft_s, 0.5)
-    filled, space = fmt.bar(_share(stats.blocks_used, stats.blocks_total), 6)
-    share = _share(snapshot.context_tokens, snapshot.context_limit)
+    filled, space = fmt.bar(stats.kv_share or 0.0, 6)
+    context = _context_share(snapshot)
     parts = [
         _label("KV ") + Content.styled(filled, "$primary") + Content.styled(space, "$line")
-        + f" {fmt.percent(stats.blocks_used, stats.blocks_total)}",
+        + f" {fmt.share(stats.kv_share)}",
         Content.styled(fmt.rate(stats.decode_tok_s), "bold") + _label(" tok/s"),
-        _label("context ") + Content.styled(fmt.percent(share, 1), _context_style(share)),
-        _label("TTFT ") + fmt.duration(ttft),
-        _label("hits ") + fmt.percent(stats.prefix_hit_tokens, stats.prefix_query_tokens),
+        _label("context ") + Content.styled(fmt.share(context), _context_style(context)),
+        _label("TTFT ") + fmt.duration(stats.ttft_p50_s),
+        _label("hits ") + fmt.share(stats.hit_share),
         _label("preempted ") + Content.styled(fmt.count(stats.preemptions), _flash_style(history)),
     ]  # fmt: skip
     line = Content("")
@@ -152,10 +153,6 @@ def one_line(snapshot: Snapshot, history: History, width: int) -> Content:
 
 def _label(text: str) -> Content:
     return Content.styled(text, "$muted")
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
 
 
 def _spread(left: Content, right: Content, width: int) -> Content:
@@ -178,11 +175,12 @@ def _flash_style(history: History) -> str:
 
 def _kv_lines(snapshot: Snapshot, width: int) -> list[Content]:
     stats = snapshot.stats
-    used = Content(f"{fmt.count(stats.blocks_used)} / {fmt.count(stats.blocks_total)}")
-    percent = Content.styled(fmt.percent(stats.blocks_used, stats.blocks_total).rjust(6), "bold")
-    fraction = _share(stats.blocks_used, stats.blocks_total)
+    has_counts = stats.kv_total is not None
+    used = Content(f"{fmt.count(stats.kv_used)} / {fmt.count(stats.kv_total)}" if has_counts else "")
+    percent = Content.styled(fmt.share(stats.kv_share).rjust(6), "bold")
+    fraction = stats.kv_share or 0.0
     style = "$warning" if fraction > 0.9 else "$primary"
-    name = _label("KV blocks" if width >= WIDE else "KV")
+    name = _label(f"KV {stats.kv_unit if has_counts else 'cache'}" if width >= WIDE else "KV")
     return [_spread(name, used + percent, width), _bar_line(fraction, width, style)]
 
 
@@ -201,8 +199,8 @@ def _map_lines(
     return [*blocks.draw(found, width, numbers), _label(legend).truncate(width)]
 
 
-def _counter_lines(stats: EngineStats, history: History, width: int) -> list[Content]:
-    hits = Content.styled(fmt.percent(stats.prefix_hit_tokens, stats.prefix_query_tokens), "bold")
+def _counter_lines(stats: BackendStats, history: History, width: int) -> list[Content]:
+    hits = Content.styled(fmt.share(stats.hit_share), "bold")
     preempted = Content.styled(fmt.count(stats.preemptions), _flash_style(history) or "bold")
     left, right = _label("Prefix hits  ") + hits, _label("Preempted  ") + preempted
     if width < WIDE:
@@ -210,12 +208,11 @@ def _counter_lines(stats: EngineStats, history: History, width: int) -> list[Con
     return [_spread(left, right, width)]
 
 
-def _speed_lines(stats: EngineStats, history: History, width: int) -> list[Content]:
+def _speed_lines(stats: BackendStats, history: History, width: int) -> list[Content]:
     spark = SPARK_WIDTH if width >= WIDE else 0
-    p50, p95 = (fmt.percentile(stats.ttft_s, fraction) for fraction in (0.5, 0.95))
-    ttft = Content(f"{fmt.duration(p50)}")
+    ttft = Content(fmt.duration(stats.ttft_p50_s))
     rows = [("TTFT p50", ttft, fmt.sparkline(stats.ttft_s, spark), "$secondary 60%")]
-    rows += [("     p95", Content(fmt.duration(p95)), "", "")]
+    rows += [("     p95", Content(fmt.duration(stats.ttft_p95_s)), "", "")]
     rows += [
         (
             name,
@@ -261,21 +258,25 @@ def _tab_lines(tabs: tuple[TabRow, ...], limit: int, width: int) -> list[Content
     return lines
 
 
-def _context_style(share: float) -> str:
-    return "bold $warning" if share >= CONTEXT_WARNING else ""
+def _context_share(snapshot: Snapshot) -> float | None:
+    return share(snapshot.context_tokens, snapshot.context_limit or 0)
+
+
+def _context_style(part: float | None) -> str:
+    return "bold $warning" if part is not None and part >= CONTEXT_WARNING else ""
 
 
 def _context_amount(snapshot: Snapshot) -> Content:
-    style = _context_style(_share(snapshot.context_tokens, snapshot.context_limit))
+    style = _context_style(_context_share(snapshot))
     amount = f"{fmt.count(snapshot.context_tokens)} / {fmt.count(snapshot.context_limit)}"
     return Content.styled(amount, style)
 
 
 def _context_lines(snapshot: Snapshot, width: int) -> list[Content]:
-    share = _share(snapshot.context_tokens, snapshot.context_limit)
-    style = "$warning" if share >= CONTEXT_WARNING else "$secondary"
+    part = _context_share(snapshot) or 0.0
+    style = "$warning" if part >= CONTEXT_WARNING else "$secondary"
     title = _label("Context of this chat" if width >= WIDE else "Context")
-    return [_spread(title, _context_amount(snapshot), width), _bar_line(share, width, style)]
+    return [_spread(title, _context_amount(snapshot), width), _bar_line(part, width, style)]
 
 
 class StatsPanel(LinesWidget):

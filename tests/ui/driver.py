@@ -174,5 +174,5 @@ async def started(
     while not app.close_engine():
         pass
     if bridge is not None:
-        stats = bridge.engine.stats()
+        stats = bridge.backend.engine.stats()
         assert (stats.blocks_used, stats.running, stats.waiting) == (0, 0, 0)

@@ -152,7 +152,7 @@ async def test_closing_asks_only_while_answering(long_llama: Path) -> None:
         await driver.press("y")
         await driver.until(lambda: busy not in workspace.chats)
         assert len(workspace.chats) == 1
-        engine = driver.app.main_screen.bridge.engine
+        engine = driver.app.main_screen.bridge.backend.engine
         await driver.until(lambda: engine.stats().blocks_used == 0)
 
 

@@ -144,7 +144,7 @@ async def test_stopping_keeps_the_partial_answer_and_the_branches(long_llama: Pa
             await driver.press("escape")
             await driver.until_idle()
         await driver.until_seen("‹ 3/3 ›")
-        engine = driver.app.main_screen.bridge.engine  # type: ignore[union-attr]
+        engine = driver.app.main_screen.bridge.backend.engine  # type: ignore[union-attr]
         await driver.until(lambda: engine.stats().blocks_used == 0)
     with History(file) as history:
         (chat,) = history.list_chats()

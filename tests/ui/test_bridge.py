@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from textual.message import Message
 
+from nanochat.backend.interface import About, DropOffer, Refused
 from nanochat.engine.handle import RequestHandle
 from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput
-from nanochat.errors import InvalidOption, PromptTooLong
+from nanochat.errors import InvalidOption
 from nanochat.ui.bridge import (
     COST_FACTOR,
     MAX_DELTA_INTERVAL_S,
@@ -20,30 +21,35 @@ from nanochat.ui.bridge import (
     Bridge,
 )
 from nanochat.ui.chat import Chat
-from nanochat.ui.context import Prepared
 from nanochat.ui.sampling_commands import describe, parse_setting
 
 OUTPUT = RequestOutput("ab", [1, 2], "stop", None, None, RequestMetrics())
 
 
-class IdleEngine:
-    """Stands in for the engine where only polling is tested and time is given by hand."""
+class IdleBackend:
+    """Stands in for a backend where only polling is tested and time is given by hand."""
 
-    tokenizer: Any = None
-    default_sampling: dict[str, float] = {"temperature": 0.2}  # noqa: RUF012
+    about = About(
+        model="none",
+        place="nowhere",
+        description="",
+        context_limit=None,
+        reasoning_tags=None,
+        default_sampling={"temperature": 0.2},
+    )
+
+    def forget(self, chat_id: int) -> None:
+        pass
 
 
 @pytest.fixture
-def posted(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
-    monkeypatch.setattr("nanochat.ui.context.Conversation.__init__", lambda *_, **__: None)
-    monkeypatch.setattr("nanochat.ui.context.Conversation.reasoning_tags", None)
-    monkeypatch.setattr("nanochat.ui.context.Conversation.has_template", True)
+def posted() -> list[Message]:
     return []
 
 
 @pytest.fixture
 def bridge(posted: list[Message]) -> Bridge:
-    return Bridge(IdleEngine(), {"top_p": 0.9}, posted.append)  # type: ignore[arg-type]
+    return Bridge(IdleBackend(), {"top_p": 0.9}, posted.append)  # type: ignore[arg-type]
 
 
 def handle(cancelled: list[int] | None = None) -> RequestHandle:
@@ -104,8 +110,8 @@ def test_a_stop_while_submitting_cancels_as_soon_as_there_is_a_request(bridge: B
 
 def test_a_closed_chat_is_cancelled_and_no_longer_polled(posted: list[Message]) -> None:
     kept: list[object] = []
-    engine: Any = IdleEngine()
-    bridge = Bridge(engine, {}, posted.append, lambda *what: kept.append(what))
+    backend: Any = IdleBackend()
+    bridge = Bridge(backend, {}, posted.append, lambda *what: kept.append(what))
     cancelled: list[int] = []
     live = handle(cancelled)
     bridge.track(1, live)
@@ -120,16 +126,10 @@ def test_a_closed_chat_is_cancelled_and_no_longer_polled(posted: list[Message]) 
 def test_whatever_goes_wrong_while_submitting_is_told_and_the_next_prompt_is_taken(
     bridge: Bridge, posted: list[Message], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise PromptTooLong("too long")
-
     def fail(*_: object) -> None:
         raise ZeroDivisionError("in the template")
 
-    monkeypatch.setattr(bridge.engine, "submit", refuse, raising=False)
-    monkeypatch.setattr(bridge.engine, "max_model_len", 10, raising=False)
-    monkeypatch.setattr(bridge._contexts, "prepare", lambda prompt: Prepared([1], False, None))
-    monkeypatch.setattr(bridge._contexts, "drop_offer", fail)
+    monkeypatch.setattr(bridge.backend, "start", fail, raising=False)
     for number in (1, 2):
         chat = Chat()
         chat.ask("Hello")
@@ -141,6 +141,37 @@ def test_whatever_goes_wrong_while_submitting_is_told_and_the_next_prompt_is_tak
         assert isinstance(refused, AnswerRefused)
         assert "in the template" in refused.error
         assert refused.chat_id == chat.id
+
+
+def test_a_refusal_keeps_its_offer_whenever_it_comes(
+    bridge: Bridge, posted: list[Message], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer = DropOffer(2, 900, 300, 512)
+
+    def refuse(*_: object) -> None:
+        raise Refused("too long", offer)
+
+    monkeypatch.setattr(bridge.backend, "start", refuse, raising=False)
+    chat = Chat()
+    chat.ask("Hello")
+    bridge.submit(chat)
+    end_s = time.monotonic() + 10
+    while not posted and time.monotonic() < end_s:
+        time.sleep(0.01)
+
+    class Late(RequestHandle):
+        def result(self, timeout: float | None = None) -> RequestOutput:
+            raise Refused("too late", offer)
+
+    late = Late(6, lambda _: None)
+    late.push(Event("", (), "error"), OUTPUT)
+    bridge.track(7, late)
+    bridge.poll()
+    assert [(told.error, told.offer) for told in posted if isinstance(told, AnswerRefused)] == [
+        ("too long", offer),
+        ("too late", offer),
+    ]
+    assert not bridge.is_active
 
 
 def test_settings_are_layered(bridge: Bridge) -> None:

@@ -18,7 +18,7 @@ async def test_stopping_frees_the_requests_blocks_and_keeps_its_text(long_llama:
         await driver.say("Go")
         await driver.until(lambda: driver.chat.live and len(driver.chat.live.answer.text) > 30)
         shown = driver.chat.live.answer.text  # type: ignore[union-attr]
-        engine = driver.app.main_screen.bridge.engine  # type: ignore[union-attr]
+        engine = driver.app.main_screen.bridge.backend.engine  # type: ignore[union-attr]
         assert engine.stats().blocks_used > 0
         await driver.press("escape")
         await driver.until_idle()

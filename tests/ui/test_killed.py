@@ -24,7 +24,7 @@ def kill_while_streaming(model: Path, file: Path, report: Path, seed: int) -> li
     """Kill an app at a random moment; returns what it has shown, and when."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["nanochat.engine.engine", "nanochat.ui.context", "tests.ui.streaming_app"]
+        ["nanochat.engine.engine", "nanochat.backend.context", "tests.ui.streaming_app"]
     )
     process = context.Process(target=streaming_app.run, args=(model, file, report, seed))
     process.start()

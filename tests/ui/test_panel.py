@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from nanochat.backend.stats import BackendStats
 from nanochat.engine.stats import CACHED, FREE, BlockMap, EngineStats, RequestRow, RequestState
 from nanochat.ui.block_map import Cell, cells, draw, group_size
 from nanochat.ui.chat import Chat, Phase
@@ -22,12 +23,12 @@ def row(request_id: int, state: RequestState = "decode", done: int = 0, total: i
     return RequestRow(request_id, state, 1000, done, total, 1183, 120, 512, 1, 70, 0.041, 118.0)
 
 
-def stats(*rows: RequestRow, preemptions: int = 4) -> EngineStats:
-    return EngineStats(
+def stats(*rows: RequestRow, preemptions: int = 4) -> BackendStats:
+    return BackendStats.of_engine(EngineStats(
         blocks_total=1024, blocks_used=612, blocks_cached=100, running=len(rows), waiting=1, preemptions=preemptions,
         prefix_query_tokens=1000, prefix_hit_tokens=870, prompt_tokens=9, generation_tokens=9, ttft_s=(0.03, 0.05),
         itl_s=(), decode_tok_s=352.0, prefill_tok_s=5120.0, steps=9, requests=rows,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def snapshot(num_tabs: int = 3, context: int = 1183) -> Snapshot:

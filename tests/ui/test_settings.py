@@ -65,8 +65,8 @@ async def test_every_sampling_setting_reaches_the_engine(tiny_llama: Path) -> No
         bridge = driver.app.main_screen.bridge
         assert bridge is not None
         seen = []
-        submit = bridge.engine.submit
-        bridge.engine.submit = lambda ids, params: seen.append(params) or submit(ids, params)  # type: ignore[method-assign]
+        submit = bridge.backend.engine.submit
+        bridge.backend.engine.submit = lambda ids, params: seen.append(params) or submit(ids, params)  # type: ignore[method-assign]
         for name, value in written.items():
             await driver.say(f"/set {name} {value}")
         await driver.ask("Hello")
@@ -202,7 +202,7 @@ async def test_another_model_takes_over_with_the_chats_so_far(tiny_llama: Path, 
     other = write_tiny_llama(tmp_path / "other-llama", seed=3)
     async with started(tiny_llama) as driver:
         first = await driver.ask("Hello")
-        old = weakref.ref(driver.app.main_screen.bridge.engine)
+        old = weakref.ref(driver.app.main_screen.bridge.backend.engine)
         await driver.say(f"/model {other}")
         await driver.until_seen("other-llama · cpu")
         again = await driver.ask("Hello")

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from nanochat.backend.context import Contexts
+from nanochat.backend.interface import Turn
 from nanochat.ui.chat import Chat
-from nanochat.ui.context import Contexts, Prompt
 from nanochat.ui.reasoning import AnswerText
 from tests.answers import TOKENIZERS, answer, as_text, say
 from tests.tiny_model import write_tiny_llama
@@ -32,8 +33,8 @@ def model_with(folder: Path, template: str | None) -> Path:
     return folder
 
 
-def prompt_of(chat: Chat) -> Prompt:
-    return Prompt(
+def prompt_of(chat: Chat) -> Turn:
+    return Turn(
         chat.id,
         None,
         chat.started,

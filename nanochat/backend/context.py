@@ -1,39 +1,17 @@
 """From a chat's messages to the token ids of its next prompt, and what to leave out when they are too many.
 
-Runs on the submitting thread. Knows nothing of widgets.
+Of the engine in this process. Runs on the submitting thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import Any
 
+from nanochat.backend.dropping import drop_offer
+from nanochat.backend.interface import DropOffer, Said, Turn
 from nanochat.conversation import Conversation
 from nanochat.engine.outputs import RequestOutput
-from nanochat.ui.chat import Message, turn_starts
-
-MIN_ANSWER_SHARE = 8
-"""After dropping turns, at least one part in this many of the context is left for the answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A snapshot of what to send, so that the submitting thread reads nothing that changes."""
-
-    chat_id: int
-    system: str | None
-    started: datetime
-    """The chat's beginning, for templates that state the date."""
-    messages: tuple[Message, ...]
-    """Ends with a user's message."""
-    sampling: Mapping[str, Any]
-    """The chat's own sampling settings."""
-    enable_thinking: bool | None = None
-    keep_reasoning: bool = False
-    partial: RequestOutput | None = None
-    """An answer to the last message that is to go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +25,10 @@ class Prepared:
     """The answer that goes on, as far as its ids are in the prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class DropOffer:
-    """Leaving out this many of the oldest turns makes the prompt fit."""
-
-    turns: int
-    tokens_before: int
-    tokens_after: int
-    limit: int
-
-
 @dataclass(slots=True)
 class _Kept:
     conversation: Conversation
-    messages: list[Message]
+    messages: list[Said]
     """What the conversation holds, in order."""
 
 
@@ -80,7 +48,7 @@ class Contexts:
         self.has_template = empty.has_template
         """Whether the model was made to chat."""
 
-    def prepare(self, prompt: Prompt) -> Prepared:
+    def prepare(self, prompt: Turn) -> Prepared:
         """All that submitting needs. Errors are those of :meth:`prompt_ids`."""
         token_ids = self.prompt_ids(prompt)
         conversation = self._kept[prompt.chat_id].conversation
@@ -90,7 +58,7 @@ class Contexts:
         ids, text = conversation.continued(prompt.partial)
         return Prepared(token_ids + ids, opens_reasoning, replace(prompt.partial, text=text, token_ids=ids))
 
-    def prompt_ids(self, prompt: Prompt) -> list[int]:
+    def prompt_ids(self, prompt: Turn) -> list[int]:
         """Token ids of a prompt.
 
         Raises:
@@ -117,38 +85,24 @@ class Contexts:
         """The chat was closed."""
         self._kept.pop(chat_id, None)
 
-    def drop_offer(self, prompt: Prompt, limit: int) -> DropOffer | None:
-        """The fewest oldest turns to leave out so that the rest fits ``limit`` tokens with room to answer.
+    def drop_offer(self, prompt: Turn, limit: int) -> DropOffer | None:
+        """The fewest oldest turns to leave out so that the rest fits ``limit`` tokens with room to answer."""
+        return drop_offer(prompt.messages, limit, lambda first: self._count(prompt, first))
 
-        None if even the last message alone doesn't fit.
-        """
-        starts = turn_starts(prompt.messages)
-        room = limit - max(1, limit // MIN_ANSWER_SHARE)
-        low, high = 1, len(starts) - 1  # turns to drop; the more, the fewer tokens
-        if high < 1 or self._count(prompt, starts[high]) >= limit:
-            return None
-        while low < high:
-            middle = (low + high) // 2
-            if self._count(prompt, starts[middle]) <= room:
-                high = middle
-            else:
-                low = middle + 1
-        return DropOffer(low, self._count(prompt, 0), self._count(prompt, starts[low]), limit)
-
-    def _count(self, prompt: Prompt, first: int) -> int:
+    def _count(self, prompt: Turn, first: int) -> int:
         conversation = self._conversation(prompt)
         for message in prompt.messages[first:]:
             _add(conversation, message)
         _think(conversation, prompt.enable_thinking)
         return len(conversation.prompt_ids())
 
-    def _conversation(self, prompt: Prompt) -> Conversation:
+    def _conversation(self, prompt: Turn) -> Conversation:
         return Conversation(
             self._tokenizer, prompt.system, started=prompt.started, keep_reasoning=prompt.keep_reasoning
         )
 
 
-def _add(conversation: Conversation, message: Message) -> None:
+def _add(conversation: Conversation, message: Said) -> None:
     if message.role == "user":
         conversation.add_user(message.text)
     elif message.output is not None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from nanochat.backend.context import Contexts
+from nanochat.backend.interface import Turn
 from nanochat.engine.outputs import RequestMetrics, RequestOutput
 from nanochat.engine.tokenizer import load_tokenizer
 from nanochat.ui.chat import Chat
-from nanochat.ui.context import Contexts, Prompt
 
 
 @pytest.fixture(scope="module")
@@ -18,9 +19,9 @@ def tokenizer(tiny_llama: Path) -> Any:
     return load_tokenizer(tiny_llama)
 
 
-def prompt_of(chat: Chat, system: str | None = None) -> Prompt:
+def prompt_of(chat: Chat, system: str | None = None) -> Turn:
     messages = tuple(message for message in chat.context if message is not chat.live)
-    return Prompt(chat.id, system, chat.started, messages, {})
+    return Turn(chat.id, system, chat.started, messages, {})
 
 
 def end(chat: Chat, tokenizer: Any, text: str) -> None:

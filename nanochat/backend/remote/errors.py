@@ -1,0 +1,163 @@
+"""What goes wrong with a server, in one sentence that says what to do. What the server says is not trusted."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import httpx2
+import openai
+
+from nanochat.backend.dropping import drop_offer
+from nanochat.backend.interface import Refused, Turn
+from nanochat.backend.remote.client import CONNECT_TIMEOUT_S, SILENCE_TIMEOUT_S, TooMuch
+from nanochat.backend.remote.config import RemoteConfig
+from nanochat.errors import NanochatError, reason_of
+from nanochat.sanitize import sanitize_line
+
+MAX_WORDS = 300
+"""Characters of a server's own words that are shown."""
+_TOO_LONG = re.compile(
+    r"context[ _]length|context_length_exceeded|context window|maximum model length|too many tokens", re.I
+)
+_LIMIT = re.compile(
+    r"(?:context|model)[ _](?:length|window|len)\D{0,12}?(?:of|is|=|\()?\D{0,12}?(\d{2,9})", re.I
+)
+_PROMPT = (
+    re.compile(r"\((\d{1,9}) in the messages", re.I),
+    re.compile(r"(\d{1,9})(?: text)? tokens from the input", re.I),
+    re.compile(r"request has (\d{1,9}) input tokens", re.I),
+    re.compile(r"input \((\d{1,9}) tokens\)", re.I),
+    re.compile(r"prompt (?:contains|has|is|of) (?:at least )?(\d{1,9})", re.I),
+    re.compile(r"(?:requested|resulted in) (\d{1,9}) tokens", re.I),
+)
+"""How servers tell a prompt's length; the first that fits counts."""
+
+
+class Explainer:
+    """Turns errors into sentences about one server, without ever repeating its key."""
+
+    def __init__(self, config: RemoteConfig, key: str | None) -> None:
+        self._config, self._key = config, key
+        self.place = self.words(config.place, 100)
+
+    def words(self, text: object, limit: int = MAX_WORDS) -> str:
+        """A server's own words, fit to be shown: printable, on one line, without the key."""
+        shown = str(text)[: 8 * limit]
+        if self._key:
+            shown = shown.replace(self._key, "•••")
+        return sanitize_line(shown, limit).rstrip(".")
+
+    def sentence(self, error: BaseException) -> str:
+        """What has gone wrong, and what to do about it."""
+        if isinstance(error, openai.APIStatusError):
+            return self._status(error.status_code, message_of(error), error)
+        if isinstance(error, openai.APITimeoutError) or isinstance(error.__cause__, httpx2.TimeoutException):
+            waited = (
+                CONNECT_TIMEOUT_S if isinstance(error.__cause__, httpx2.ConnectTimeout) else SILENCE_TIMEOUT_S
+            )
+            return (
+                f"{self.place} has not answered for {waited:.0f} seconds; is it busy, or the address wrong?"
+            )
+        if isinstance(error, openai.APIConnectionError):
+            return self._connection(error.__cause__ or error)
+        if isinstance(error, httpx2.HTTPError):
+            return self._connection(error)
+        if isinstance(error, TooMuch):
+            return f"{self.place} {error}; that is not taken."
+        if isinstance(error, openai.APIError):  # told in the midst of a stream
+            return f"{self.place} has failed: {self.words(message_of(error))}."
+        return f"{self.place} answers with something other than OpenAI's API ({self.words(reason_of(error), 120)})."
+
+    def lost(self, error: BaseException | None) -> str:
+        """The connection broke in the midst of an answer."""
+        if isinstance(error, openai.APIError) and not isinstance(error, openai.APIConnectionError):
+            said = self.words(message_of(error), 160)
+            return f"{self.place} has failed in mid-answer: {said}. What had come stays; /again asks anew."
+        why = "" if error is None else f" ({self.words(reason_of(error.__cause__ or error), 120)})"
+        return f"The connection to {self.place} was lost in mid-answer{why}. What had come stays; /again asks anew."
+
+    def refusal(
+        self, error: openai.APIError, turn: Turn, num_characters: int, limit: int | None
+    ) -> NanochatError:
+        """The same for a turn that was refused; with an offer where leaving out turns would help.
+
+        Args:
+            num_characters: of all messages that were sent.
+            limit: the model's context in tokens, where the server has told it before.
+        """
+        said = message_of(error)
+        status = getattr(error, "status_code", 400)  # or it came in the midst of a stream
+        if status not in (400, 413, 422) or not _TOO_LONG.search(said):
+            return NanochatError(self.sentence(error))
+        told = _LIMIT.search(said)
+        limit = limit or (int(told[1]) if told else None)
+        tokens = next((int(found[1]) for pattern in _PROMPT if (found := pattern.search(said))), None)
+        offer = None
+        if limit and tokens and num_characters:
+            offer = _offer(turn, limit, tokens, num_characters)
+        hint = (
+            "" if offer is not None else " /drop 1 leaves out the oldest turn; /set max_tokens asks for less."
+        )
+        return Refused(f"{self.place} finds the prompt too long: {self.words(said)}.{hint}", offer)
+
+    def _status(self, status: int, said: str, error: openai.APIStatusError) -> str:
+        place, variable = self.place, self._config.api_key_env
+        words = f": {self.words(said)}" if said else ""
+        if status == 401:
+            way_out = (
+                f"the key in {variable} is not the right one"
+                if variable
+                else "it wants a key: --api-key-env NAME says which variable holds it"
+            )
+            return f"{place} does not let you in (401); {way_out}."
+        if status == 403:
+            return f"{place} forbids this (403){words}."
+        if status == 404 and "model" in said.lower():
+            return f"{place} does not have this model (404){words}. /model NAME chooses another."
+        if status == 404:
+            return f"{place} has nothing at {self._config.base_url} (404); is the path of the address right?"
+        if status == 429:
+            return f"{place} has too much to do, or you have asked too often (429){words}. Try again in a moment."
+        if status >= 500:
+            return f"{place} has failed ({status}){words}. Try again, or look into the server's log."
+        if 300 <= status < 400:
+            target = self.words(error.response.headers.get("location", "elsewhere"), 200)
+            return f"{place} sends us on to {target} ({status}); give that address."
+        return f"{place} refuses the request ({status}){words}."
+
+    def _connection(self, cause: BaseException) -> str:
+        why = self.words(reason_of(cause), 160)
+        if "refused" in why.lower() or "all connection attempts failed" in why.lower():
+            return f"Nothing answers at {self.place}; is the server running there?"
+        if re.search(r"name or service|nodename|getaddrinfo|name resolution", why, re.I):
+            return f"There is no host of the name {self.place}; check the address."
+        if re.search(r"certificate|ssl|tls", why, re.I):
+            return f"{self.place} can't be trusted, or speaks no https ({why})."
+        return f"The connection to {self.place} failed ({why})."
+
+
+def message_of(error: openai.APIError) -> str:
+    """The server's own words, at most some thousand characters; may be empty."""
+    body: Any = error.body
+    if isinstance(body, dict):
+        inner = body.get("error", body)
+        body = inner.get("message", inner) if isinstance(inner, dict) else inner
+        if isinstance(body, dict):  # such as FastAPI's {"detail": …}
+            body = body.get("detail", "")
+    if body is None:
+        body = error.message
+    text = str(body)[:4_000]
+    return "" if "<html" in text[:200].lower() else text
+
+
+def _offer(turn: Turn, limit: int, tokens: int, num_characters: int) -> Any:
+    """Reckoned from the texts' lengths: a server tells the tokens of the whole only."""
+    lengths = [len(message.output.text if message.output else message.text) for message in turn.messages]
+    per_character = tokens / num_characters
+
+    def count(first: int) -> int:
+        return tokens - round(per_character * sum(lengths[:first]))
+
+    offer = drop_offer(turn.messages, limit, count)
+    return None if offer is None else type(offer)(offer.turns, tokens, offer.tokens_after, limit, True)
