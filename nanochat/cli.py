@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanochat.commands import ask, completion, config, demo, perplexity, serve, simulate
-from nanochat.commands.options import EARLY, add_engine_options, engine_config
+from nanochat.commands.options import EARLY, add_connect_options, add_engine_options, backend_config
 from nanochat.errors import NanochatError, WrongUsage
 from nanochat.interrupts import STATUS, interruptible
 from nanochat.sanitize import sanitize_line
@@ -74,6 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Chat with language models on your own machine, many at once. Without a command: the app.",
     )
     add_engine_options(parser, prefix=EARLY)
+    add_connect_options(parser, prefix=EARLY)
     parser.add_argument(
         "--serve-web",
         nargs="?",
@@ -131,10 +132,10 @@ def _abandon_output() -> None:
 def _run_app(args: argparse.Namespace) -> int:
     from nanochat.ui.app import run_app
 
-    settings, engine = engine_config(args)
+    settings, config = backend_config(args)
     if args.serve_web is not None:
         from nanochat.ui.web import DEFAULT_ADDRESS, serve
 
         return serve(args.serve_web or DEFAULT_ADDRESS, app_options(args))
     system = getattr(args, "system", settings.system)
-    return run_app(engine, system=system, settings=settings)
+    return run_app(config, system=system, settings=settings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, Protocol
@@ -29,6 +29,16 @@ class Said(Protocol):
     @property
     def enable_thinking(self) -> bool | None:
         """What the template was told about thinking when an answer began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a user says, where there is no chat around it."""
+
+    text: str
+    role: Literal["user"] = "user"
+    output: None = None
+    enable_thinking: None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,9 @@ class AnswerHandle(Protocol):
     def done(self) -> bool:
         """Whether it has ended; events may still be waiting to be taken."""
 
+    def __iter__(self) -> Iterator[Event]:
+        """Events as they come, until the end; blocks."""
+
     def poll(self) -> list[Event]:
         """Events since the last call, oldest first."""
 
@@ -127,8 +140,8 @@ class About:
     """What holds where the user sets nothing, by parameter name."""
     knows_defaults: bool = True
     """Whether ``default_sampling`` is the truth: a server doesn't tell its own."""
-    can_continue: bool = True
-    """Whether an answer that ended early can go on."""
+    tells_tokens: bool = True
+    """Whether answers come with their token ids, and with all that they cost."""
     refresh_s: float | None = None
     """How often its figures change also while no chat of ours is answering; None: never."""
 

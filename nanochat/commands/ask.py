@@ -5,9 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import closing
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from nanochat.commands.options import add_engine_options, engine_config, from_command_line
+from nanochat.backend.interface import Question, Turn
+from nanochat.backend.opening import open_backend
+from nanochat.commands.options import (
+    add_connect_options,
+    add_engine_options,
+    backend_config,
+    from_command_line,
+)
 from nanochat.engine.config import SamplingParams
 from nanochat.errors import InvalidOption, NanochatError, WrongUsage
 from nanochat.sanitize import Sanitizer
@@ -20,7 +29,7 @@ SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "seed", "stop")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The prompt, how to sample, how to print, and the engine's options."""
+    """The prompt, how to sample, how to print, and the engine's options or the server."""
     absent = argparse.SUPPRESS
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="left out or -: standard input")
     parser.add_argument(
@@ -34,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object when the answer is complete")
     add_engine_options(parser)
+    add_connect_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,23 +52,22 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         NanochatError: with a sentence that says what to do.
     """
-    settings, config = engine_config(args)
+    settings, config = backend_config(args)
     overrides = {name: getattr(args, name) for name in SAMPLING_OPTIONS if hasattr(args, name)}
     with from_command_line({name: f"--{name.replace('_', '-')}" for name in overrides}):
         SamplingParams(**overrides)  # a wrong option should not cost the loading of a model
-    messages = _messages(_read_prompt(args.prompt), getattr(args, "system", settings.system))
-
-    from nanochat.engine.engine import Engine
-
+    question = Question(_read_prompt(args.prompt))
+    system = getattr(args, "system", settings.system)
+    sampling = {**settings.sampling, **overrides}
+    turn = Turn(0, system, datetime.now().astimezone(), (question,), sampling)
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     sanitizer = Sanitizer()
     log = log_file()
     with diverted(log):  # tokenizers print what a model's files say
-        engine = Engine(config)
-    with engine:
-        params = settings.sampling_params(engine.default_sampling, overrides)
+        backend = open_backend(config)
+    with closing(backend):
         with diverted(log):
-            handle = engine.submit(messages, params)
+            handle = backend.start(turn).handle
         try:
             for event in handle:
                 if not args.json:
@@ -68,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
             handle.cancel()
     if output.error is not None:
         raise NanochatError(output.error)
-    print(json.dumps(_report(output)) if args.json else "")
+    print(json.dumps(_report(output, tells_tokens=backend.about.tells_tokens)) if args.json else "")
     return 0
 
 
@@ -84,21 +93,18 @@ def _read_prompt(argument: str | None) -> str:
     return prompt
 
 
-def _messages(prompt: str, system: str | None) -> list[dict[str, str]]:
-    user = {"role": "user", "content": prompt}
-    return [user] if system is None else [{"role": "system", "content": system}, user]
-
-
-def _report(output: RequestOutput) -> dict[str, Any]:
+def _report(output: RequestOutput, *, tells_tokens: bool) -> dict[str, Any]:
+    """What ``--json`` prints; null is what a server doesn't tell."""
     metrics = output.metrics
+    counts_prompts = tells_tokens or metrics.prompt_tokens > 0
     return {
         "text": output.text,
-        "token_ids": output.token_ids,
+        "token_ids": output.token_ids if tells_tokens else None,
         "finish_reason": output.finish_reason,
-        "prompt_tokens": metrics.prompt_tokens,
-        "cached_tokens": metrics.cached_tokens,
+        "prompt_tokens": metrics.prompt_tokens if counts_prompts else None,
+        "cached_tokens": metrics.cached_tokens if counts_prompts else None,
         "completion_tokens": metrics.completion_tokens,
         "ttft_ms": None if metrics.ttft_s is None else round(metrics.ttft_s * 1e3, 3),
         "decode_tok_s": None if metrics.decode_tok_s is None else round(metrics.decode_tok_s, 3),
-        "preemptions": metrics.preemptions,
+        "preemptions": metrics.preemptions if tells_tokens else None,
     }

@@ -8,12 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
+from nanochat.backend.opening import BackendConfig
+from nanochat.backend.remote.config import RemoteConfig
 from nanochat.engine.config import Device, DType, EngineConfig, KVDType, Weights
 from nanochat.errors import InvalidOption, WrongUsage
 from nanochat.settings import Settings, load_settings
 
 EARLY = "early:"
 """Begins the names of options written before a command."""
+CONNECT_OPTIONS = frozenset({"connect", "api_key_env", "model", "system", "config"})
+"""What can be said about a server."""
 
 
 def add_engine_options(
@@ -69,6 +73,43 @@ def add_engine_options(
     option("--no-cuda-graphs", "cuda_graphs", "launch GPU kernels one by one", action="store_false")
     option("--system", "system", "system prompt", metavar="TEXT")
     option("--config", "config", "settings file (TOML)", type=Path, metavar="FILE")
+
+
+def add_connect_options(parser: argparse.ArgumentParser, *, prefix: str = "") -> None:
+    """Add those for a server instead of an engine of our own, after :func:`add_engine_options`."""
+    group = parser.add_argument_group("a server instead")
+    flags = parser.get_default("engine_options")
+    for flag, dest, metavar, help in (
+        ("--connect", "connect", "URL", "chat with this server of OpenAI's API; --model is as it calls it"),
+        ("--api-key-env", "api_key_env", "NAME", "environment variable that holds the server's key"),
+    ):
+        flags[dest] = flag
+        group.add_argument(flag, dest=prefix + dest, metavar=metavar, help=help, default=argparse.SUPPRESS)
+
+
+def backend_config(args: argparse.Namespace) -> tuple[Settings, BackendConfig]:
+    """The settings file named or found, and the engine to load or the server to connect with.
+
+    Raises:
+        WrongUsage: an option has a value that can't work, or no effect beside another.
+        InvalidOption: the settings file holds one, or the key isn't where it should be.
+    """
+    flags: Mapping[str, str] = args.engine_options
+    if not hasattr(args, "connect"):
+        if hasattr(args, "api_key_env"):
+            raise WrongUsage(f"{flags['api_key_env']} has no effect without {flags['connect']}.")
+        return engine_config(args)
+    for name, flag in flags.items():
+        if hasattr(args, name) and name not in CONNECT_OPTIONS:
+            raise WrongUsage(f"{flag} has no effect with {flags['connect']}: the server decides it.")
+    with from_command_line({**flags, "url": flags["connect"]}):
+        remote = RemoteConfig(
+            url=args.connect,
+            model=getattr(args, "model", ""),
+            api_key_env=getattr(args, "api_key_env", ""),
+        )
+    remote.key()  # what is wrong with it is better told before the screen is taken
+    return load_settings(getattr(args, "config", None)), remote
 
 
 def engine_config(args: argparse.Namespace) -> tuple[Settings, EngineConfig]:

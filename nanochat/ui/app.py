@@ -143,8 +143,11 @@ class NanochatApp(App[None]):
     def on_load_progressed(self, event: LoadProgressed) -> None:
         self.main_screen.show_load(LoadState(progress=event.progress))
 
-    def switch_model(self, model: str) -> None:
-        """Load another model in place of the one that runs, or could not be loaded; no chat may be answering."""
+    def switch_model(self, model: str | None) -> None:
+        """Load another model in place of the one that runs, or could not be loaded; no chat may be answering.
+
+        None: the one that could not be loaded, once more.
+        """
         before: Callable[[], object] | None = None
         if self._bridge is not None:
             backend, self._bridge = self._bridge.release(), None
@@ -153,7 +156,7 @@ class NanochatApp(App[None]):
             return
         self.load_error = None
         self.main_screen.release()
-        self._load(replace(self._config, model=model), before)
+        self._load(self._config if model is None else replace(self._config, model=model), before)
 
     def _load(self, config: BackendConfig, before: Callable[[], object] | None = None) -> None:
         """Load on a thread, after something else; both models at once might not fit the memory."""

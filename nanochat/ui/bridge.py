@@ -120,6 +120,11 @@ class Bridge:
         """
         return SamplingParams(**{**self.backend.about.default_sampling, **self._sampling, **overrides})
 
+    def known_settings(self, overrides: Mapping[str, Any]) -> frozenset[str] | None:
+        """Names of the settings whose value is known here; None: all, as a server keeps its own to itself."""
+        known = self.backend.about.knows_defaults
+        return None if known else frozenset({**self._sampling, **overrides})
+
     def submit(self, chat: Chat) -> None:
         """Send the chat's path up to its last question; :class:`AnswerStarted` or a refusal follows."""
         self._stopping.discard(chat.id)

@@ -178,9 +178,9 @@ class Chat:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the context after the newest finished answer on the path; 0 before one."""
+        """Tokens of the context after the newest answer on the path that tells them; 0 before one."""
         for message in reversed(self.path):
-            if message.output is not None:
+            if message.output is not None and message.output.metrics.prompt_tokens:
                 metrics = message.output.metrics
                 return metrics.prompt_tokens + metrics.completion_tokens
         return 0

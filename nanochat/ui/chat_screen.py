@@ -55,6 +55,8 @@ class ChatScreen(PaneScreen):
         self.refusals: dict[int, Refusal] = {}
         """By chat id: the last question that didn't fit, and what would make it fit."""
         self._live_timers: list[Timer] = []
+        self._idle_timer: Timer | None = None
+        """For a backend whose figures change also while no chat here answers."""
 
     async def on_mount(self) -> None:
         self._live_timers = [
@@ -105,6 +107,8 @@ class ChatScreen(PaneScreen):
     def release(self) -> None:
         """Another model is to be loaded: what is asked from now on waits for it."""
         self.bridge = None
+        if self._idle_timer is not None:
+            self._idle_timer.stop()
         self.show_load(LoadState())
         self.show_tabs()
 
@@ -118,6 +122,8 @@ class ChatScreen(PaneScreen):
         for chat in self.workspace.chats:
             self._mark_reasoning(chat)
         self.show_load(LoadState(model=f"{about.model} · {about.place}"))
+        if about.refresh_s is not None:
+            self._idle_timer = self.set_interval(about.refresh_s, self._show_idle)
         for chat in self.workspace.busy:
             self.send(chat)
         self.show_stats()
@@ -127,7 +133,7 @@ class ChatScreen(PaneScreen):
         if self.load_state.error is None:
             return False
         error = sanitize_line(self.load_state.error, 1_000)
-        self.tell(chat, f"{error} /model NAME loads another model.", "error")
+        self.tell(chat, f"{error} /model tries again, /model NAME loads another.", "error")
         return True
 
     # Answers
@@ -234,16 +240,20 @@ class ChatScreen(PaneScreen):
                 timer.pause()
             self.show_stats()
 
+    def _show_idle(self) -> None:
+        if self.bridge is not None and not self.bridge.is_active:
+            self.show_stats()
+
     def show_stats(self) -> None:
         """Take the engine's statistics and bring tabs, footers, header and panel up to date."""
         bridge, workspace = self.bridge, self.workspace
         if bridge is None:
             self.show_tabs()
             return
-        stats = bridge.backend.stats()
+        stats = bridge.backend.stats(is_shown=self._panel.display or self._stats_line.display)
         chat_ids = bridge.request_ids()
         rows = update_phases(workspace.chats, chat_ids, stats)
-        if bridge.is_active:
+        if bridge.is_active or bridge.backend.about.refresh_s is not None:
             self._history.record(stats)
         snapshot = take_snapshot(
             workspace.chats,
@@ -265,4 +275,5 @@ def offer_text(offer: DropOffer) -> str:
     """What leaving out turns would do."""
     turns = "oldest turn" if offer.turns == 1 else f"{fmt.count(offer.turns)} oldest turns"
     before, after, limit = map(fmt.count, (offer.tokens_before, offer.tokens_after, offer.limit))
-    return f"Leaving out the {turns} brings the prompt from {before} to {after} of {limit} tokens"
+    about = "about " if offer.is_estimate else ""
+    return f"Leaving out the {turns} brings the prompt from {before} to {about}{after} of {limit} tokens"

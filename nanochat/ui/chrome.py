@@ -49,13 +49,13 @@ def amount(progress: Progress) -> str:
 def welcome(state: LoadState, actions: Sequence[Action] = ACTIONS) -> Content:
     """What an empty chat says."""
     title = Content.styled("nanochat", "bold $accent")
-    lines = [title, Content.styled("many chats at once, one engine, this machine", "$muted"), Content("")]
+    lines = [title, Content.styled("many chats at once, one engine", "$muted"), Content("")]
     if state.error is not None:
         lines += [
-            Content.styled("The model could not be loaded", "bold $error"),
+            Content.styled("There is no model to answer", "bold $error"),
             Content(sanitize_line(state.error, 2_000)),
         ]
-        way_out = f"/model NAME loads another, {find('quit', actions).key_label} quits."
+        way_out = f"/model tries again, /model NAME loads another, {find('quit', actions).key_label} quits."
         lines += [Content(""), Content.styled(way_out, "$muted")]
     elif state.model is None:
         progress = state.progress or Progress("Starting")

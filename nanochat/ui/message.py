@@ -47,13 +47,17 @@ def answer_footer(
         f"preempted ×{metrics.preemptions}" if metrics.preemptions else "",
     ]
     contents = [Content(part) for part in parts if part]
-    ending = "interrupted" if is_interrupted else _ENDINGS.get(output.finish_reason)
+    has_failed = output.finish_reason == "error"
+    is_cut = is_interrupted or (has_failed and bool(output.text))
+    ending = "interrupted" if is_cut else _ENDINGS.get(output.finish_reason)
     if is_elsewhere:
         contents.append(Content.styled("another nanochat was still writing this", "$warning"))
     elif ending:
-        contents.append(Content.styled(ending, "$error" if output.finish_reason == "error" else "$warning"))
+        contents.append(Content.styled(ending, "$error" if has_failed else "$warning"))
     if is_interrupted:
         contents.append(Content.from_markup("[@click=screen.do('continue')]continue (/continue)[/]"))
+    elif has_failed and not is_elsewhere:
+        contents.append(Content.from_markup("[@click=screen.do('again')]answer again (/again)[/]"))
     return _SEPARATOR.join(contents)
 
 

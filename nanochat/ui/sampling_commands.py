@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from nanochat.engine.config import SamplingParams
@@ -13,6 +13,7 @@ from nanochat.errors import InvalidOption
 
 HIDDEN = frozenset({"logprobs", "ignore_eos"})
 """Parameters that make no sense in a chat."""
+UNKNOWN = "the rest as the server has it"
 BETWEEN_STOPS = " | "
 _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
 _WRITTEN = {meant: written for written, meant in _ESCAPES.items()}
@@ -76,12 +77,20 @@ def show_value(name: str, value: Any) -> str:
     return "none" if value is None else f"{value:.10g}"
 
 
-def describe(params: SamplingParams, overrides: Mapping[str, Any]) -> str:
-    """All settings on one line, this chat's own marked."""
-    return " · ".join(
+def describe(
+    params: SamplingParams, overrides: Mapping[str, Any], known: Collection[str] | None = None
+) -> str:
+    """All settings on one line, this chat's own marked.
+
+    Args:
+        known: those whose value is known; None: all.
+    """
+    parts = [
         f"{name} {show_value(name, getattr(params, name))}{' (this chat)' if name in overrides else ''}"
         for name in setting_names()
-    )
+        if known is None or name in known
+    ]
+    return " · ".join(parts if known is None else [*parts, UNKNOWN])
 
 
 def shortened(text: str) -> str:

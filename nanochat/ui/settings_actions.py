@@ -43,7 +43,10 @@ class SettingsActions(ChatScreen):
         )
         chat.system, chat.sampling = system, sampling
         self.archive.configure(chat)
-        self.tell(chat, f"From the next message on: {describe(params, sampling)}.{told}")
+        self.tell(
+            chat,
+            f"From the next message on: {describe(params, sampling, self.bridge.known_settings(sampling))}.{told}",
+        )
 
     def action_system(self, argument: str = "") -> None:
         chat = self.workspace.active
@@ -66,7 +69,8 @@ class SettingsActions(ChatScreen):
         try:
             changed = dict(chat.sampling)
             if not argument:
-                self.tell(chat, describe(self.bridge.sampling_params(changed), changed))
+                known = self.bridge.known_settings(changed)
+                self.tell(chat, describe(self.bridge.sampling_params(changed), changed, known))
                 return
             name, value = parse_setting(argument)
             changed.pop(name, None)
@@ -124,20 +128,23 @@ class SettingsActions(ChatScreen):
 
         defaults = self.bridge.sampling_params({})
         now = ChatSettings(chat.system, dict(chat.sampling))
-        self.app.push_screen(SettingsDialog(now, defaults, self.presets, self.bridge.sampling_params), take)
+        dialog = SettingsDialog(
+            now, defaults, self.presets, self.bridge.sampling_params, self.bridge.known_settings({})
+        )
+        self.app.push_screen(dialog, take)
 
     def action_model(self, argument: str = "") -> None:
-        """Load the named model instead; without a name, say what runs."""
+        """Load the named model instead; without a name, say what runs, or try again what could not be loaded."""
+        nanochat: NanochatApp = self.app  # type: ignore[assignment]
         if self.bridge is None and self.load_state.error is None:
             self.notify("The model isn't loaded yet.")
         elif not argument:
             if self.bridge is not None:
                 self.tell(self.workspace.active, self.bridge.backend.about.description)
             else:
-                self.has_no_model(self.workspace.active)
+                nanochat.switch_model(None)
         elif self.workspace.busy:
             busy = fmt.plural(len(self.workspace.busy), "chat")
             self.notify(f"{busy} still answering; stop that first (Esc), then choose another model.")
         else:
-            app: NanochatApp = self.app  # type: ignore[assignment]
-            app.switch_model("" if argument == "default" else argument)
+            nanochat.switch_model("" if argument == "default" else argument)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -57,8 +57,13 @@ class SettingsDialog(ModalScreen[ChatSettings | None]):
         defaults: SamplingParams,
         presets: Mapping[str, Preset],
         check: Callable[[Mapping[str, Any]], object],
+        known: Collection[str] | None = None,
     ) -> None:
-        """``check`` raises :class:`InvalidOption` for settings that can't work."""
+        """``check`` raises :class:`InvalidOption` for settings that can't work.
+
+        Args:
+            known: settings whose default is known; None: all.
+        """
         super().__init__()
         self._presets, self._check = presets, check
         self._hidden = _hidden(now.sampling)
@@ -67,7 +72,9 @@ class SettingsDialog(ModalScreen[ChatSettings | None]):
         self._fields = {
             name: LineInput(
                 show_value(name, now.sampling[name]) if name in now.sampling else "",
-                placeholder=show_value(name, getattr(defaults, name)),
+                placeholder=show_value(name, getattr(defaults, name))
+                if known is None or name in known
+                else "the server's",
                 id=name,
                 compact=True,
             )

@@ -92,7 +92,9 @@ def break_off(*pieces: str) -> Script:
     def script(asked: Asked, reply: Reply) -> None:
         reply.raw(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         for piece in pieces:
-            data = f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': piece}}]})}\n\n".encode()
+            data = (
+                f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': piece}}]})}\n\n".encode()
+            )
             reply.raw(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
     return script
@@ -173,7 +175,7 @@ class FakeServer:
             self.hung_up.set()
 
     def _answer(self, asked: Asked, reply: Reply) -> None:
-        if asked.path.endswith("/models"):
+        if asked.path.endswith("/models") and self.models is not None:
             reply.whole(200, self.models)
         elif asked.path.endswith("/chat/completions"):
             script = self.chat.pop(0) if len(self.chat) > 1 else self.chat[0]

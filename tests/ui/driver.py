@@ -12,6 +12,8 @@ from textual.content import Content
 from textual.pilot import Pilot
 from textual.widgets import Static
 
+from nanochat.backend.local import LocalBackend
+from nanochat.backend.remote.config import RemoteConfig
 from nanochat.engine.config import EngineConfig
 from nanochat.settings import AppSettings, Preset
 from nanochat.ui.actions import remapped
@@ -131,7 +133,7 @@ def plain(static: Static) -> str:
 
 @asynccontextmanager
 async def started(
-    model: Path,
+    model: Path | RemoteConfig,
     *,
     size: tuple[int, int] = SIZE,
     sampling: dict[str, Any] | None = None,
@@ -147,10 +149,10 @@ async def started(
 ) -> AsyncIterator[Driver]:
     """The app with its history open and its model loaded; with ``hold``, loading begins with ``load``.
 
-    In the end the engine must have given every block back.
+    ``model`` may also be a server to connect with. In the end the engine must have given every block back.
     """
     app = NanochatApp(
-        tiny_config(model, **options),
+        model if isinstance(model, RemoteConfig) else tiny_config(model, **options),
         system=system,
         sampling=SHORT if sampling is None else sampling,
         look=look or AppSettings(screenshot_folder=str(screenshots or "")),
@@ -173,6 +175,6 @@ async def started(
             bridge = app.main_screen.bridge if app.is_running and app.screen_stack else None
     while not app.close_engine():
         pass
-    if bridge is not None:
+    if bridge is not None and isinstance(bridge.backend, LocalBackend):
         stats = bridge.backend.engine.stats()
         assert (stats.blocks_used, stats.running, stats.waiting) == (0, 0, 0)

@@ -195,7 +195,7 @@ async def test_a_model_that_cannot_be_loaded_says_what_to_do_and_gives_prompts_b
         await driver.say("Too early")
         driver.load()
         await driver.until(lambda: driver.app.load_error)
-        await driver.until_seen("The model could not be loaded")
+        await driver.until_seen("There is no model to answer")
         assert driver.prompt.text == "Too early"
         await driver.press("enter")
         await driver.until(driver.notices)

@@ -110,7 +110,7 @@ class RemoteBackend:
         if is_shown:
             self._shown_s = now_s
         with self._lock:
-            rows = tuple(answer.row() for answer in self._answers.values())
+            rows = tuple(answer.row() for answer in self._answers.values() if not answer.handle.done)
         told, own = self._monitor.figures(now_s) or BackendStats(), self._own.figures(now_s)
         begun = sum(row.state == "decode" for row in rows)
         own = replace(own, running=begun, waiting=len(rows) - begun, requests=rows)
@@ -153,7 +153,7 @@ class RemoteBackend:
             context_limit=limit,
             reasoning_tags=REASONING_TAGS,
             knows_defaults=False,
-            can_continue=False,
+            tells_tokens=False,
             refresh_s=METRICS_INTERVAL_S,
         )
 
@@ -231,7 +231,9 @@ class RemoteBackend:
             answer.end("error", self._explain.lost(None))
         else:
             answer.handle.refuse(
-                NanochatError(f"{self._explain.place} has ended the answer before it began.")
+                NanochatError(
+                    f"{self._explain.place} has ended the answer before it began; its log may say why."
+                )
             )
 
     def _cancel(self, request_id: int) -> None:
@@ -276,6 +278,7 @@ class RemoteBackend:
     def _run_loop(self) -> None:
         try:
             self._loop.run_forever()
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
             self._loop.close()
 

@@ -118,13 +118,12 @@ def read_page(text: str, model: str = "") -> Page | None:
         model: as the page calls it; where it names others only, all of them count.
     """
     samples = _read(text, model)
-    if not samples.by_name:
-        return None
     figures = {name: sum(values) for name, names in SUMS.items() if (values := _values(samples.first(names)))}
     for name, names in MEANS.items():
         if values := _values(samples.first(names)):
             figures[name] = min(1.0, sum(values) / len(values))
-    return Page(figures, _num_blocks(samples.by_name.get(CACHE_CONFIG, [])), _histogram(samples))
+    page = Page(figures, _num_blocks(samples.by_name.get(CACHE_CONFIG, [])), _histogram(samples))
+    return None if page == Page({}) else page
 
 
 def _read(text: str, model: str) -> _Samples:
