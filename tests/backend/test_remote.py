@@ -221,6 +221,7 @@ class TestFailures:
             "The input (1200 tokens) is longer than the model's context length (1000 tokens).",
             "Requested token count exceeds the model's maximum context length of 1000 tokens. You requested a "
             "total of 1300 tokens: 1200 tokens from the input messages and 100 tokens for the completion.",
+            "The prompt has 1200 tokens but at most 1000 fit; shorten it, or start with --max-model-len 1201 or more.",
             "This model's maximum context length is 1000 tokens, however your messages resulted in 1200 tokens.",
         ],
     )

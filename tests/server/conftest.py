@@ -55,6 +55,7 @@ def start_server(
     max_requests: int = 256,
     api_key: str | None = None,
     any_host: bool = False,
+    port: int = 0,
     **options: Any,
 ) -> tuple[Running, Callable[[], None]]:
     """A server that runs, and what ends it."""
@@ -63,7 +64,7 @@ def start_server(
     engine = Engine(EngineConfig(**{**defaults, **options, "model": str(model)}), debug=True)
     service = Service(engine, max_requests=max_requests, **service_options)
     server = ApiServer(service, max_requests=max_requests, api_key=api_key, any_host=any_host)
-    sockets = bind("127.0.0.1", 0)
+    sockets = bind("127.0.0.1", port)
     running = Running(engine, service, server, sockets[0].getsockname()[1], api_key)
     thread = threading.Thread(target=serve, args=(server, sockets), name="server under test")
     thread.start()

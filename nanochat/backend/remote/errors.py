@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import httpx2
@@ -20,18 +21,19 @@ MAX_WORDS = 300
 _TOO_LONG = re.compile(
     r"context[ _]length|context_length_exceeded|context window|maximum model length|too many tokens", re.I
 )
-_LIMIT = re.compile(
-    r"(?:context|model)[ _](?:length|window|len)\D{0,12}?(?:of|is|=|\()?\D{0,12}?(\d{2,9})", re.I
+_LIMIT = (
+    re.compile(r"(?:context|model)[ _](?:length|window|len)\D{0,24}(\d{2,9})", re.I),
+    re.compile(r"at most (\d{2,9}) fit", re.I),
 )
 _PROMPT = (
     re.compile(r"\((\d{1,9}) in the messages", re.I),
     re.compile(r"(\d{1,9})(?: text)? tokens from the input", re.I),
     re.compile(r"request has (\d{1,9}) input tokens", re.I),
     re.compile(r"input \((\d{1,9}) tokens\)", re.I),
-    re.compile(r"prompt (?:contains|has|is|of) (?:at least )?(\d{1,9})", re.I),
+    re.compile(r"prompt (?:contains|has|is|of) (?:at least )?(\d{1,9})", re.I),  # also nanochat's own
     re.compile(r"(?:requested|resulted in) (\d{1,9}) tokens", re.I),
 )
-"""How servers tell a prompt's length; the first that fits counts."""
+"""How servers tell a model's context and a prompt's length, in tokens; the first that fits counts."""
 
 
 class Explainer:
@@ -88,11 +90,9 @@ class Explainer:
         """
         said = message_of(error)
         status = getattr(error, "status_code", 400)  # or it came in the midst of a stream
-        if status not in (400, 413, 422) or not _TOO_LONG.search(said):
+        if status not in (400, 413, 422) or not _TOO_LONG.search(f"{error.code} {said}"):
             return NanochatError(self.sentence(error))
-        told = _LIMIT.search(said)
-        limit = limit or (int(told[1]) if told else None)
-        tokens = next((int(found[1]) for pattern in _PROMPT if (found := pattern.search(said))), None)
+        limit, tokens = limit or _number(_LIMIT, said), _number(_PROMPT, said)
         offer = None
         if limit and tokens and num_characters:
             offer = _offer(turn, limit, tokens, num_characters)
@@ -149,6 +149,10 @@ def message_of(error: openai.APIError) -> str:
         body = error.message
     text = str(body)[:4_000]
     return "" if "<html" in text[:200].lower() else text
+
+
+def _number(patterns: Iterable[re.Pattern[str]], said: str) -> int | None:
+    return next((int(found[1]) for pattern in patterns if (found := pattern.search(said))), None)
 
 
 def _offer(turn: Turn, limit: int, tokens: int, num_characters: int) -> Any:
