@@ -83,7 +83,7 @@ def test_failures_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         for options, said in (
             (["--api-key-env", "NANOCHAT_NO_KEY"], "NANOCHAT_NO_KEY is empty or not set"),
             (["--model", "other"], "has no model other; it has: fake"),
-            ([], "was lost in mid-answer"),
+            ([], "broke in mid-answer"),
         ):
             assert main(["ask", "Hi", "--connect", server.url, *options]) == 1
             error = capsys.readouterr().err

@@ -438,6 +438,8 @@ class TestKeys:
         assert {asked.headers["authorization"] for asked in server.asked} == {f"Bearer {KEY}"}
         server.chat = [refuse(400, {"error": {"message": f"what is {KEY}?"}})]
         assert KEY not in str(refusal(opened))
+        server.chat = [refuse(400, {"error": {"message": "\u200b".join(KEY)}})]
+        assert KEY not in str(refusal(opened))
         assert KEY not in repr(vars(opened.about) if hasattr(opened.about, "__dict__") else opened.about)
         server.chat = [refuse(401, {"error": {"message": "no"}})]
         assert "the key in MY_KEY is not the right one" in str(refusal(opened))

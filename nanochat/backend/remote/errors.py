@@ -45,10 +45,12 @@ class Explainer:
 
     def words(self, text: object, limit: int = MAX_WORDS) -> str:
         """A server's own words, fit to be shown: printable, on one line, without the key."""
-        shown = str(text)[: 8 * limit]
-        if self._key:
-            shown = shown.replace(self._key, "•••")
-        return sanitize_line(shown, limit).rstrip(".")
+        shown = self._without_key(str(text)[: 8 * limit])
+        # Once more, as what is left out of a text may have stood within the key.
+        return self._without_key(sanitize_line(shown, limit)).rstrip(".")
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self._key, "•••") if self._key else text
 
     def sentence(self, error: BaseException) -> str:
         """What has gone wrong, and what to do about it."""
@@ -72,12 +74,16 @@ class Explainer:
         return f"{self.place} answers with something other than OpenAI's API ({self.words(reason_of(error), 120)})."
 
     def lost(self, error: BaseException | None) -> str:
-        """The connection broke in the midst of an answer."""
-        if isinstance(error, openai.APIError) and not isinstance(error, openai.APIConnectionError):
-            said = self.words(message_of(error), 160)
-            return f"{self.place} has failed in mid-answer: {said}. What had come stays; /again asks anew."
-        why = "" if error is None else f" ({self.words(reason_of(error.__cause__ or error), 120)})"
-        return f"The connection to {self.place} was lost in mid-answer{why}. What had come stays; /again asks anew."
+        """The answer broke off in its midst."""
+        if isinstance(error, openai.APITimeoutError):
+            what = f"{self.place} has said nothing for {SILENCE_TIMEOUT_S:.0f} seconds"
+        elif isinstance(error, TooMuch):
+            what = f"{self.place} {error}"
+        elif isinstance(error, openai.APIError) and not isinstance(error, openai.APIConnectionError):
+            what = f"{self.place} has failed in mid-answer: {self.words(message_of(error), 160)}"
+        else:
+            what = f"The connection to {self.place} broke in mid-answer"
+        return f"{what}. What had come stays; /again asks anew."
 
     def refusal(
         self, error: openai.APIError, turn: Turn, num_characters: int, limit: int | None
