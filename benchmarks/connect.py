@@ -207,6 +207,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="for llama-cpp-python's server")
+    parser.add_argument("--no-repack", action="store_true", help="for llama.cpp builds that crash over AMX")
     parser.add_argument(
         "--context", type=int, default=2048, metavar="N", help="the model's context, in tokens"
     )
