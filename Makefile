@@ -8,7 +8,7 @@ NATIVE := nanochat/kernels/native
 # Tests run side by side, one thread each: OpenMP loses far more than it gains on contended cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: chat test check lint format screens clean
+.PHONY: chat test check long lint format screens clean
 
 chat: $(VENV)/installed $(VENV)/native
 	@$(BIN)/nanochat
@@ -18,6 +18,10 @@ test: lint
 
 check: lint ## everyday: without the slow tests
 	$(PYTEST) -m "not slow"
+
+long: $(VENV)/installed-dev ## the whole of what the tests try a share of: a quarter of an hour
+	$(PYTEST) -m long
+	$(BIN)/python -m benchmarks.fuzz --workers 2
 
 lint: $(VENV)/installed-dev $(VENV)/native
 	$(BIN)/ruff format --check nanochat tests benchmarks

@@ -101,6 +101,7 @@ def run_reads(path: Path, longest_id: int) -> dict[str, dict[str, float]]:
             ("the commonest word", common[0]),
             ("the three commonest words", " ".join(common)),
             ("one letter", "e"),
+            ("three letters", "e t a"),
             ("two letters", "ta"),
             ("one Chinese character", "\u4e02"),
             ("three Chinese characters", "\u4e01\u4e01\u4e02"),

@@ -9,6 +9,14 @@ import pytest
 from tests.tiny_model import write_tiny_llama
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes minutes is slow, too: no choice of the quick tests takes it."""
+    for item in items:
+        if item.get_closest_marker("long") is not None:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a two-layer random Llama with a byte-level tokenizer."""

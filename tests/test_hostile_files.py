@@ -37,9 +37,7 @@ def fuzz(count: int, *options: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the workers' memory is limited as Linux does it")
-@pytest.mark.parametrize(
-    ("count", "seed"), [(100, 1), pytest.param(5_000, 2, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
-)
+@pytest.mark.parametrize(("count", "seed"), [(100, 1), pytest.param(1_000, 2, marks=pytest.mark.slow)])
 def test_every_damaged_file_loads_or_ends_in_a_sentence(count: int, seed: int) -> None:
     fuzz(count, "--seed", str(seed))
 

@@ -108,8 +108,13 @@ class Database:
             isolation_level=None,
             check_same_thread=False,  # each is used by one thread at a time
         )
-        connection.create_function("segmented", 1, segmented, deterministic=True)
+        _add_functions(connection)
         return connection
+
+
+def _add_functions(connection: sqlite3.Connection) -> None:
+    """What the tables' triggers call."""
+    connection.create_function("segmented", 1, segmented, deterministic=True)
 
 
 def create_private(path: Path) -> None:
@@ -182,6 +187,7 @@ def _refuse_altered(
     what is saved.
     """
     with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as fresh:
+        _add_functions(fresh)
         for statement in itertools.chain.from_iterable(migrations):
             fresh.execute(statement)
         expected = _schema(fresh)

@@ -82,4 +82,14 @@ _TABLES: Migration = (
     f"PRAGMA application_id = {APPLICATION_ID}",
 )
 
-MIGRATIONS: tuple[Migration, ...] = (_TABLES,)
+_LETTERS: Migration = (
+    # Without an index of first letters, a search for single letters would join the lists of nearly all words.
+    "DROP TABLE message_index",
+    """CREATE VIRTUAL TABLE message_index USING fts5 (
+        text, content = '', columnsize = 0, prefix = '1', tokenize = 'unicode61 remove_diacritics 2'
+    )""",
+    """INSERT INTO message_index (rowid, text)
+    SELECT id, segmented(text) FROM messages WHERE state <> 'streaming'""",
+)
+
+MIGRATIONS: tuple[Migration, ...] = (_TABLES, _LETTERS)

@@ -24,7 +24,9 @@ from nanochat.history import store as store_module
 from nanochat.history import writer as writer_module
 from nanochat.history.database import Database, explain
 from nanochat.history.schema import MIGRATIONS
+from nanochat.history.search import segmented
 
+VERSION = len(MIGRATIONS)
 UPGRADE = (*MIGRATIONS, ("ALTER TABLE chats ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0",))
 
 
@@ -86,28 +88,53 @@ class TestPermissions:
 class TestUpgrade:
     def test_a_copy_is_made_first(self, saved: Path) -> None:
         upgrade(saved, UPGRADE)
-        assert user_version(saved) == 2
-        copy = saved.with_name("history.db.v1.backup")
+        assert user_version(saved) == VERSION + 1
+        copy = saved.with_name(f"history.db.v{VERSION}.backup")
         assert copy.stat().st_mode & 0o777 == 0o600
         assert not list(saved.parent.glob("*.part"))
-        assert user_version(copy) == 1
+        assert user_version(copy) == VERSION
         with History(copy) as history:
             (chat,) = history.list_chats()
             assert [message.text for message in history.path(chat.id)] == ["Hello"]
+
+    def test_words_saved_by_the_first_version_are_found_after_the_upgrade(self, file: Path) -> None:
+        file.parent.mkdir()
+        upgrade(file, MIGRATIONS[:1])
+        with contextlib.closing(sqlite3.connect(file)) as connection:
+            connection.create_function("segmented", 1, segmented)
+            connection.execute(
+                "INSERT INTO chats (id, title, model, sampling, created_at, updated_at) VALUES (1, 'a', '', '{}', 1, 1)"
+            )
+            for number, (state, text) in enumerate(
+                [("complete", "Vulkane \u706b\u5c71"), ("streaming", "Vesuv")]
+            ):
+                connection.execute(
+                    "INSERT INTO messages (id, chat_id, role, state, text, token_ids, model, metrics, created_at) "
+                    "VALUES (?, 1, 'assistant', ?, ?, x'', '', '{}', 1)",
+                    (number + 1, state, text),
+                )
+            connection.commit()
+        with History(file) as history:
+            assert user_version(file) == VERSION
+            assert [hit.message_id for hit in history.search("v")] == [1]
+            assert [hit.message_id for hit in history.search("\u706b")] == [1]
+            history.delete_chat(1)
+            assert history.search("v") == []
 
     def test_what_is_only_in_the_log_is_copied_too(self, file: Path) -> None:
         history = History(file)
         history.create_chat("in the log")
         history.flush()
         upgrade(file, UPGRADE)
-        with contextlib.closing(sqlite3.connect(file.with_name("history.db.v1.backup"))) as copy:
+        with contextlib.closing(sqlite3.connect(file.with_name(f"history.db.v{VERSION}.backup"))) as copy:
             assert copy.execute("SELECT title FROM chats").fetchall() == [("in the log",)]
         history.close()
 
     def test_a_newer_file_is_refused_and_untouched(self, saved: Path) -> None:
         upgrade(saved, UPGRADE)
         before = saved.read_bytes()
-        with pytest.raises(HistoryError, match=r"its format is 2, this one knows 1\)\. Update nanochat"):
+        told = rf"its format is {VERSION + 1}, this one knows {VERSION}\)\. Update nanochat"
+        with pytest.raises(HistoryError, match=told):
             History(saved)
         assert saved.read_bytes() == before
 
@@ -119,14 +146,14 @@ class TestUpgrade:
     def test_a_failed_upgrade_changes_nothing(self, saved: Path, statement: str) -> None:
         with pytest.raises(sqlite3.Error):
             upgrade(saved, (*UPGRADE, (statement,)))
-        assert user_version(saved) == 1
+        assert user_version(saved) == VERSION
         with History(saved) as history:
             assert len(history.search("Hello")) == 1
 
     def test_not_while_another_process_has_it_open(self, saved: Path) -> None:
         with pytest.raises(HistoryError, match="another nanochat has it open"):
             upgrade(saved, UPGRADE, is_in_use=True)
-        assert user_version(saved) == 1
+        assert user_version(saved) == VERSION
 
     def test_another_programs_database_is_refused(self, tmp_path: Path) -> None:
         for version in (0, 1):

@@ -177,8 +177,17 @@ def attention_inputs(
 FAMILIES = (75, 86, 90)
 """One generation of each family of tile sizes; the others differ from one of these in the compiler alone."""
 CAPABILITIES = [pytest.param(c, marks=() if c in FAMILIES else pytest.mark.slow) for c in SHARED_KB]
+
+
+def how_often(capability: int, dim: int) -> tuple[pytest.MarkDecorator, ...]:
+    """Attention takes most time to compile, so less common cases are left to slower runs."""
+    if capability not in FAMILIES:
+        return (pytest.mark.long,)
+    return () if dim == 128 else (pytest.mark.slow,) if dim == 64 else (pytest.mark.long,)
+
+
 GPUS_AND_DIMS = [
-    pytest.param(capability, dim, marks=() if capability in FAMILIES and dim == 128 else pytest.mark.slow)
+    pytest.param(capability, dim, marks=how_often(capability, dim))
     for capability in SHARED_KB
     for dim in ((64, 80, 128, 256) if capability in FAMILIES else (128,))
 ]

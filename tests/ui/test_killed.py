@@ -8,6 +8,7 @@ import multiprocessing
 import random
 import sqlite3
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -81,10 +82,20 @@ async def test_the_next_start_shows_what_was_saved(long_llama: Path, tmp_path: P
         await driver.until_seen("interrupted")
 
 
+def kill_again_and_again(model: Path, folder: Path, seeds: Iterable[int]) -> None:
+    """A start takes over the tabs of the one before."""
+    for seed in seeds:
+        file = folder / "history.db"
+        check(file, kill_while_streaming(model, file, folder / f"report-{seed}", seed))
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_killed_at_fifty_random_moments(long_llama: Path, tmp_path: Path) -> None:
-    """Five times each file: a start takes over the tabs of the one before."""
-    for seed in range(100, 150):
-        file = tmp_path / f"history-{seed % 10}.db"
-        check(file, kill_while_streaming(long_llama, file, tmp_path / f"report-{seed}", seed))
+@pytest.mark.parametrize("first", [100, 110])
+def test_killed_again_and_again(long_llama: Path, tmp_path: Path, first: int) -> None:
+    kill_again_and_again(long_llama, tmp_path, range(first, first + 4))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(100, 150, 5))
+def test_killed_at_fifty_random_moments(long_llama: Path, tmp_path: Path, first: int) -> None:
+    kill_again_and_again(long_llama, tmp_path, range(first, first + 5))
