@@ -5,8 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Compiled when nanochat is installed; here again after their sources change.
 NATIVE := nanochat/kernels/native
-# Tests run side by side, one thread each: OpenMP loses far more than it gains on contended cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
+# Tests run side by side (tests/conftest.py says how), one thread each: OpenMP loses far more than it gains on
+# contended cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 .PHONY: chat test check long lint format screens clean
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from nanochat.engine.stats import EngineStats, RequestRow
+from nanochat.engine.stats import EngineStats, RequestRow, SlowStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,8 @@ class BackendStats:
     prefill_tok_s: float | None = None
     requests: tuple[RequestRow, ...] = ()
     """This process's own."""
+    slow_step: SlowStep | None = None
+    """The step in progress, if it takes suspiciously long."""
 
     @classmethod
     def of_engine(cls, stats: EngineStats) -> Self:
@@ -53,6 +55,7 @@ class BackendStats:
             decode_tok_s=stats.decode_tok_s,
             prefill_tok_s=stats.prefill_tok_s,
             requests=stats.requests,
+            slow_step=stats.slow_step,
         )
 
 

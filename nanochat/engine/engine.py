@@ -14,13 +14,13 @@ import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from nanochat.engine.block_pool import BlockPool
 from nanochat.engine.chat_template import encode_messages
 from nanochat.engine.config import EngineConfig, SamplingParams
 from nanochat.engine.cpu_threads import ThreadGovernor, choose_threads
@@ -28,7 +28,7 @@ from nanochat.engine.detokenizer import Detokenizer
 from nanochat.engine.device import dtype_name
 from nanochat.engine.handle import RequestHandle
 from nanochat.engine.live_request import LiveRequest
-from nanochat.engine.loading import LoadedModel, load_model
+from nanochat.engine.loading import load_model, make_scheduler
 from nanochat.engine.memory import kv_bytes_per_token
 from nanochat.engine.outputs import TokenLogprobs
 from nanochat.engine.panics import panics_refused
@@ -37,9 +37,8 @@ from nanochat.engine.progress import ProgressCallback, ignore_progress
 from nanochat.engine.ranks import RankMemory
 from nanochat.engine.recorder import Recorder
 from nanochat.engine.request import FinishReason, Request, RequestStatus
-from nanochat.engine.scheduler import Scheduler
 from nanochat.engine.stats import BlockMap, EngineStats
-from nanochat.engine.step_pace import StepPace
+from nanochat.engine.watchdog import Watchdog
 from nanochat.errors import EngineClosed, InvalidOption
 from nanochat.sanitize import encodable
 
@@ -87,7 +86,7 @@ class Engine:
         self.tokenizer: Any = model.tokenizer
         self.model_dir: Path = model.folder
         self.default_sampling = dict(model.default_sampling)
-        self._scheduler = _make_scheduler(self.config, model)
+        self._scheduler = make_scheduler(self.config, model)
         self._recorder = Recorder()
         self._debug = debug
         self._request_ids = itertools.count(1)
@@ -99,6 +98,7 @@ class Engine:
         if max_steps_ahead is None:
             max_steps_ahead = 0 if model.device.type == "cpu" else GPU_STEPS_AHEAD
         self._pipeline = Pipeline(self._scheduler, model.runner, self._lock, max_steps_ahead)
+        self._watchdog = Watchdog(self._pipeline.describe)
         on_cpu = model.device.type == "cpu"
         self._governor: ThreadGovernor | None = None
         if on_cpu and model.ranks is None:
@@ -113,6 +113,7 @@ class Engine:
         if model.ranks is not None:
             model.ranks.on_lost = self._wake
         self._thread.start()
+        self._watchdog.start(self._thread)
         # Python would tear itself down under a thread that computes, which ends in an abort.
         atexit.register(self.close)
 
@@ -198,7 +199,9 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of counters, recent latencies and live requests."""
         with self._lock:
-            return self._recorder.snapshot(self._scheduler, time.monotonic())
+            stats = self._recorder.snapshot(self._scheduler, time.monotonic())
+        slow = self._watchdog.slow()
+        return stats if slow is None else replace(stats, slow_step=slow)
 
     def block_map(self) -> BlockMap:
         """Who holds each KV block; costs time in proportion to the blocks in use."""
@@ -213,6 +216,7 @@ class Engine:
             self._inbox_condition.notify()
         if self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
+        self._watchdog.close()
         if self._model.ranks is not None:
             self._model.ranks.close()
         atexit.unregister(self.close)
@@ -254,7 +258,8 @@ class Engine:
         try:
             with torch.inference_mode():
                 while self._take_inbox() and self._why_lost() is None:
-                    self._step()
+                    with self._watchdog.step():
+                        self._step()
             if (why_lost := self._why_lost()) is not None:
                 ending = ("error", why_lost)
         except (
@@ -388,15 +393,3 @@ class Engine:
                     pass  # nobody wants their tokens, but their blocks go back
         except Exception:
             logger.exception("the last steps could not be collected")
-
-
-def _make_scheduler(config: EngineConfig, model: LoadedModel) -> Scheduler:
-    pool = BlockPool(model.num_kv_blocks, config.block_size, prefix_caching=config.prefix_caching)
-    return Scheduler(
-        pool,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=model.max_model_len,
-        model_limit=model.config.max_position_embeddings,
-        pace=StepPace(config.step_goal_ms / 1000),
-    )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nanochat.engine.block_pool import BlockPool
 from nanochat.engine.config import EngineConfig, Weights
 from nanochat.engine.device import choose_device, choose_dtype, free_cpu_bytes, is_out_of_memory
 from nanochat.engine.memory import (
@@ -28,7 +29,9 @@ from nanochat.engine.parallel import ALONE, Alone, Group
 from nanochat.engine.progress import Progress, ProgressCallback, ignore_progress
 from nanochat.engine.ranks import RankMemory, Ranks
 from nanochat.engine.runner import Runner
+from nanochat.engine.scheduler import Scheduler
 from nanochat.engine.step_graphs import MAX_PREFILL_TOKENS, StepGraphs, state_bytes
+from nanochat.engine.step_pace import StepPace
 from nanochat.engine.step_programs import record_steps
 from nanochat.engine.tokenizer import default_sampling, eos_token_ids, load_tokenizer
 from nanochat.errors import InvalidOption, NotEnoughMemory
@@ -266,3 +269,16 @@ def _step_peak_bytes(
     del caches
     torch.cuda.empty_cache()
     return int(peak)
+
+
+def make_scheduler(config: EngineConfig, model: LoadedModel) -> Scheduler:
+    """The scheduler of a loaded model's cache."""
+    pool = BlockPool(model.num_kv_blocks, config.block_size, prefix_caching=config.prefix_caching)
+    return Scheduler(
+        pool,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+        model_limit=model.config.max_position_embeddings,
+        pace=StepPace(config.step_goal_ms / 1000),
+    )

@@ -104,13 +104,14 @@ class Pipeline:
         may_wait = wait or len(self._in_flight) > self._steps_ahead()
         if not may_wait and oldest.step is not None and not oldest.step.is_ready:
             return None
-        self._in_flight.popleft()
         try:
             if oldest.step is None:
                 raise oldest.error or RuntimeError("a step was not launched")
             result = oldest.step.collect()
         except Exception as error:
             return self._fail(oldest, error)
+        finally:
+            self._in_flight.popleft()  # until now it is what describe() tells of
         outcome = self._outcome(oldest)
         with self._lock:
             outcome.accepted = self._scheduler.commit(oldest.plan, result.token_ids, outcome.ended_s)
@@ -121,6 +122,18 @@ class Pipeline:
             if row is not None
         }
         return outcome
+
+    def describe(self) -> str:
+        """What the oldest step in flight does. Called by whoever watches, on any thread."""
+        try:
+            plan = self._in_flight[0].plan
+        except IndexError:
+            return "planning, or handing out text"
+        parts = [f"{len(plan.decodes)} answers"] if plan.decodes else []
+        if plan.prefills:
+            tokens = sum(chunk.length for chunk in plan.prefills)
+            parts.append(f"{tokens:,} prompt tokens of {len(plan.prefills)}")
+        return f"step {plan.step:,}, " + ", ".join(parts)
 
     def _steps_ahead(self) -> int:
         """Steps that may be in flight while another is planned. At least one is."""

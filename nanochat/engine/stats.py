@@ -38,6 +38,16 @@ class RequestRow:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowStep:
+    """A step that takes very long."""
+
+    seconds: float
+    """Taken so far."""
+    what: str
+    """What it does, in a few words."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot. Counters run from the engine's start; ``ttft_s`` and ``itl_s`` hold recent values."""
 
@@ -64,6 +74,8 @@ class EngineStats:
     prefill_tok_s: float
     steps: int
     requests: tuple[RequestRow, ...]
+    slow_step: SlowStep | None = None
+    """The step in progress, if it takes suspiciously long."""
 
 
 @dataclass(frozen=True, slots=True)

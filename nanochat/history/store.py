@@ -98,6 +98,11 @@ class History:
     ) -> None:
         self.close()
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether changes wait, because the file can't be written."""
+        return self._writer.is_failing
+
     def flush(self, timeout_s: float = WAIT_S) -> None:
         """Wait until everything so far is saved.
 

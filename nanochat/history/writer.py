@@ -93,6 +93,11 @@ class Writer:
         """Whether the thread may still use the connection."""
         return self._thread.is_alive()
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether what was to be saved last waits, because the file can't be written."""
+        return self._problem is not None
+
     def submit(self, run: Callable[[sqlite3.Connection], object]) -> None:
         """Queue a change; never waits."""
         self._enqueue(_Change(run))

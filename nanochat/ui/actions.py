@@ -18,7 +18,7 @@ from nanochat.errors import InvalidOption
 from nanochat.settings import Settings
 from nanochat.ui import keys as key_names
 
-Place = Literal["screen", "app", "prompt"]
+Place = Literal["screen", "app", "prompt", "dialog", "list"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,9 @@ class Action:
     """Label in the key bar; empty: not shown there."""
     in_palette: bool = True
     place: Place = "screen"
-    """Who handles it: the main screen; the app, so also while a dialog is on top; or the prompt."""
+    """Who handles it: the main screen; the app, so also while a dialog is on top; the prompt; a dialog; or a
+    dialog in which nothing is written, so that letters are free.
+    """
     call: str = ""
     """The Textual action, where it isn't the id."""
     group: str = ""
@@ -135,6 +137,22 @@ ACTIONS: tuple[Action, ...] = (
         Action("suspend", "Suspend", "back to the shell until fg; ^_ undoes in the prompt", "ctrl+z", place="app"),
         Action("quit", "Quit", "leave at once", "ctrl+q", "quit", place="app"),
     ),
+    *_group(
+        "In dialogs",
+        Action("dialog_close", "Close dialog", "leave all as it is", "escape", in_palette=False, place="dialog"),
+        Action("dialog_apply", "Apply", "take the settings as they are written", "ctrl+s", in_palette=False, place="dialog"),
+        Action("list_up", "Up", "the entry, field or button before", "up", in_palette=False, place="dialog"),
+        Action("list_down", "Down", "the entry, field or button after", "down", in_palette=False, place="dialog"),
+        Action("list_page_up", "Page up", "a page of entries up", "pageup", in_palette=False, place="dialog"),
+        Action("list_page_down", "Page down", "a page of entries down", "pagedown", in_palette=False, place="dialog"),
+        Action("dialog_yes", "Yes", "agree to what is asked", "y", in_palette=False, place="list"),
+        Action("dialog_no", "No", "refuse what is asked", "n", in_palette=False, place="list"),
+        Action("list_first", "First", "the first tab of the list", "home", in_palette=False, place="list"),
+        Action("list_last", "Last", "the last tab of the list", "end", in_palette=False, place="list"),
+        Action("list_left", "Left", "move the chosen tab left; the other button", "left", in_palette=False, place="list"),
+        Action("list_right", "Right", "move the chosen tab right; the other button", "right", in_palette=False, place="list"),
+        Action("list_rename", "Rename", "give the chosen tab another title", "r", in_palette=False, place="list"),
+    ),
 )  # fmt: skip
 
 _SLASH = re.compile(r"/([A-Za-z][\w-]*)(?:\s+(.*))?", re.DOTALL)
@@ -152,6 +170,17 @@ class SlashCall:
 def find(action_id: str, actions: Sequence[Action] = ACTIONS) -> Action:
     """The action with this id."""
     return next(action for action in actions if action.id == action_id)
+
+
+def dialog_binding(action_id: str, call: str, *, priority: bool = False) -> Binding:
+    """A key binding of a dialog, with the keys of an action; ``call`` is the Textual action that it runs there."""
+    return Binding(find(action_id).keys, call, show=False, priority=priority, id=action_id)
+
+
+def dialog_keys(actions: Sequence[Action]) -> dict[str, str]:
+    """Ids of the actions in dialogs by key."""
+    rows = [action for action in actions if action.place in ("dialog", "list")]
+    return {key: action.id for action in rows for key in key_names.split(action.keys)}
 
 
 def bindings(place: Place) -> list[Binding]:
@@ -187,14 +216,20 @@ def remapped(keys: Mapping[str, str]) -> tuple[Action, ...]:
         else action
         for action in ACTIONS
     )
+    _check_owners([action for action in table if action.place not in ("dialog", "list")])
+    _check_owners([action for action in table if action.place in ("app", "dialog", "list")])
+    return table
+
+
+def _check_owners(actions: Sequence[Action]) -> None:
+    """Of actions that can be wanted at the same time, no two may have the same key."""
     owners: dict[str, str] = {}
-    for action in table:
+    for action in actions:
         for name in key_names.split(action.keys):
             if (owner := owners.setdefault(name, action.id)) != action.id:
                 raise InvalidOption(
                     f'"{owner}" and "{action.id}" both have the key {name}; give one of them another.'
                 )
-    return table
 
 
 def chosen_actions(settings: Settings) -> tuple[Action, ...]:
@@ -214,8 +249,11 @@ def _check_key(action_id: str, name: str) -> None:
         raise InvalidOption(
             f'"{action_id}" has no key "{name[:30]}"; write it like "ctrl+g", "alt+left", "shift+f2" or "f9".'
         )
-    in_prompt = find(action_id).place == "prompt"
-    if key_names.writes(name) if in_prompt else not key_names.is_free(name):
+    place = find(action_id).place
+    if place in ("dialog", "list") and (name == "enter" or name.isdecimal()):
+        raise InvalidOption(f'"{action_id}" can\'t have the key {name}, which chooses in dialogs.')
+    in_text = key_names.writes(name) if place in ("prompt", "dialog") else not key_names.is_free(name)
+    if in_text and place != "list":
         raise InvalidOption(f'"{action_id}" can\'t have the key {name}, which is needed for writing.')
 
 

@@ -129,9 +129,11 @@ class NanochatApp(App[None]):
     async def on_history_opened(self, event: HistoryOpened) -> None:
         await self.main_screen.restore(event)
         if event.problem is not None:
+            self.main_screen.show_saved()
             self._tell_of_history(f"{event.problem} Until then, chats are kept in memory only.")
 
     def on_history_troubled(self, event: HistoryTroubled) -> None:
+        self.main_screen.show_saved()
         if event.problem is not None:
             self._tell_of_history(event.problem)
         else:

@@ -65,6 +65,8 @@ class Archive:
         self._post = post
         self._history: History | None = None
         self._live: dict[int, _Live] = {}
+        self._is_stand_in = False
+        """Whether the history is one in memory because the file can't be used."""
         self._saved: dict[int, tuple[object, ...]] = {}
         """Settings by the chat's id as they were last saved."""
         self.model = ""
@@ -77,13 +79,18 @@ class Archive:
         """For reading on a thread; None until it is open."""
         return self._history
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether chats get to where they should be kept, as far as is known."""
+        return not self._is_stand_in and (self._history is None or not self._history.is_failing)
+
     def open(self) -> None:
         """Begin to open the history; :class:`HistoryOpened` follows."""
         self._opening.start()
 
     def adopt(self, event: HistoryOpened) -> None:
         """From now on, changes are saved there."""
-        self._history = event.history
+        self._history, self._is_stand_in = event.history, event.problem is not None
         for chat in event.tabs:
             self.loaded(chat)
 

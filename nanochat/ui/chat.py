@@ -22,6 +22,9 @@ Role = Literal["root", "user", "assistant"]
 
 NEW_TITLE = "New chat"
 TITLE_LENGTH = 22
+"""Characters of a title on its tab."""
+MAX_TITLE = 60
+"""Characters of a title."""
 
 _ids = itertools.count(1)
 
@@ -335,9 +338,18 @@ def turn_starts(path: Sequence[Message]) -> list[int]:
 
 
 def title_from(text: str) -> str:
-    """A tab's title from its first message: its beginning, cut at a word."""
-    line = sanitize_line(text)
-    if len(line) <= TITLE_LENGTH:
-        return line or NEW_TITLE
-    head = line[:TITLE_LENGTH].rsplit(" ", 1)[0].rstrip(" ,.;:!?")
-    return (head or line[:TITLE_LENGTH]) + "…"
+    """A chat's title from its first message: its beginning."""
+    return _cut(sanitize_line(text, 8 * MAX_TITLE), MAX_TITLE) or NEW_TITLE
+
+
+def short_title(title: str) -> str:
+    """As much of a title as a tab shows."""
+    return _cut(sanitize_line(title), TITLE_LENGTH)
+
+
+def _cut(line: str, length: int) -> str:
+    """At a word, if there is one to cut at."""
+    if len(line) <= length:
+        return line
+    head = line[:length].rpartition(" ")[0].rstrip(" ,.;:!?")
+    return (head or line[: length - 1]) + "…"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from textual.content import Content
+from textual.geometry import Size
 from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Static
@@ -17,6 +18,7 @@ from nanochat.sanitize import sanitize_line
 from nanochat.ui import formatting as fmt
 from nanochat.ui.actions import ACTIONS, Action, find
 from nanochat.ui.lines import LinesWidget
+from nanochat.ui.terminal import MIN_COLUMNS, MIN_ROWS
 
 if TYPE_CHECKING:
     from nanochat.ui.app import NanochatApp
@@ -91,8 +93,14 @@ class Welcome(Static):
         self.update(welcome(state, actions_of(self)))
 
 
-def header(state: LoadState, busy: str, width: int) -> Content:
-    """Name and model on the left, what the engine is doing on the right."""
+NOT_SAVED = "not saved"
+
+
+def header(state: LoadState, busy: str, width: int, *, is_saved: bool = True) -> Content:
+    """Name and model on the left, what the engine is doing on the right.
+
+    Before that stands whether chats can't be saved, as long as that is so.
+    """
     left = Content.styled("nanochat", "bold $accent") + Content.styled(f"   {state.model or ''}", "$muted")
     right = Content.styled(busy, "$muted")
     if state.error is not None:
@@ -101,6 +109,8 @@ def header(state: LoadState, busy: str, width: int) -> Content:
         progress = state.progress or Progress("Starting")
         share = f" {fmt.percent(progress.done, progress.total)}" if progress.total else ""
         right = Content.styled(sanitize_line(progress.stage) + share, "$accent")
+    if not is_saved:
+        right = Content.styled(NOT_SAVED, "bold $warning") + ("   " if right.plain else "") + right
     left = left.truncate(max(0, width - cell_len(right.plain) - 1), ellipsis=True)
     return left + " " * (width - cell_len(left.plain) - cell_len(right.plain)) + right
 
@@ -114,14 +124,41 @@ class Header(LinesWidget):
         super().__init__()
         self._state = LoadState()
         self._busy = ""
+        self._is_saved = True
 
     def show(self, state: LoadState, busy: str) -> None:
         """Bring up to date."""
         self._state, self._busy = state, busy
-        self.show_lines([header(state, busy, self.content_size.width)])
+        self._draw()
+
+    def show_saved(self, is_saved: bool) -> None:
+        """Say whether chats are being saved."""
+        self._is_saved = is_saved
+        self._draw()
 
     def on_resize(self) -> None:
-        self.show(self._state, self._busy)
+        self._draw()
+
+    def _draw(self) -> None:
+        width = self.content_size.width
+        self.show_lines([header(self._state, self._busy, width, is_saved=self._is_saved)])
+
+
+class TooSmall(Static):
+    """Covers a screen that is too small for anything else, and says so."""
+
+    def __init__(self) -> None:
+        super().__init__("", markup=False)
+        self.display = False
+
+    def measure(self, size: Size) -> None:
+        """The terminal has this size now."""
+        self.display = size.width < MIN_COLUMNS or size.height < MIN_ROWS
+        if self.display:
+            needed = f"{MIN_COLUMNS} × {MIN_ROWS}"
+            self.update(
+                f"Too small: {size.width} × {size.height}.\nEnlarge the terminal to {needed}; nothing is lost."
+            )
 
 
 class KeyBar(Widget):

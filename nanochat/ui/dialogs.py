@@ -13,7 +13,7 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
-from nanochat.ui.actions import ACTIONS, MAX_JUMP, Action, find
+from nanochat.ui.actions import ACTIONS, MAX_JUMP, Action, dialog_binding, find
 from nanochat.ui.chrome import actions_of
 
 MAX_COMMAND = 24
@@ -24,9 +24,10 @@ class Confirm(ModalScreen[bool]):
     """Asks a question; True if the user agrees."""
 
     BINDINGS: ClassVar = [
-        Binding("escape,n", "answer(False)", show=False),
-        Binding("y", "answer(True)", show=False),
-        Binding("left,right,up,down", "app.focus_next", show=False),
+        dialog_binding("dialog_close", "answer(False)"),
+        dialog_binding("dialog_no", "answer(False)"),
+        dialog_binding("dialog_yes", "answer(True)"),
+        *(dialog_binding(f"list_{way}", "app.focus_next") for way in ("left", "right", "up", "down")),
     ]
 
     def __init__(self, question: str, yes: str, no: str = "Cancel", *, is_final: bool = False) -> None:
@@ -70,7 +71,8 @@ def help_text(actions: Sequence[Action] = ACTIONS, width: int = 100) -> Content:
     copy, quit = find("interrupt", actions).key_label, find("quit", actions).key_label
     foot = (
         f"{copy} copies what is selected with the mouse; {quit} quits. // sends text that starts with a slash. "
-        "The settings file can give every action other keys: nanochat config --example shows how."
+        "The settings file can give every action other keys, and Enter stays what it is in dialogs: "
+        "nanochat config --example shows how."
     )
     lines += [Content(""), *Content.styled(foot, "$muted").wrap(max(20, width))]
     return Content("\n").join(lines)
@@ -96,7 +98,11 @@ def _jump_label(actions: Sequence[Action]) -> str:
 class Help(ModalScreen[None]):
     """Keys and commands, from the actions table."""
 
-    BINDINGS: ClassVar = [Binding("escape,f1,q,enter", "dismiss_help", show=False)]
+    BINDINGS: ClassVar = [
+        dialog_binding("dialog_close", "dismiss_help"),
+        dialog_binding("help", "dismiss_help"),
+        Binding("enter", "dismiss_help", show=False),
+    ]
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from nanochat.ui.archive import Archive, HistoryOpened
 from nanochat.ui.bridge import Bridge
 from nanochat.ui.chat import Chat, NoteKind
 from nanochat.ui.chat_pane import ChatPane, pane_id
-from nanochat.ui.chrome import Header, KeyBar, LoadState, Welcome
+from nanochat.ui.chrome import Header, KeyBar, LoadState, TooSmall, Welcome
 from nanochat.ui.stats_panel import History, StatsLine, StatsPanel
 from nanochat.ui.tab_bar import TabBar
 from nanochat.ui.workspace import Workspace
@@ -46,6 +46,7 @@ class PaneScreen(Screen[None]):
         # Kept rather than looked up: timers may still fire while the screen is being taken apart.
         self._header = Header()
         self._tab_bar = TabBar()
+        self._too_small = TooSmall()
         self._switcher = ContentSwitcher()
         self._panel = StatsPanel(self._history)
         self._stats_line = StatsLine(self._history)
@@ -59,6 +60,7 @@ class PaneScreen(Screen[None]):
             yield self._panel
         yield self._stats_line
         yield KeyBar()
+        yield self._too_small
 
     async def on_mount(self) -> None:
         self._choose_panel()
@@ -68,6 +70,7 @@ class PaneScreen(Screen[None]):
 
     def on_resize(self, event: events.Resize) -> None:
         self._choose_panel()
+        self._too_small.measure(event.size)
 
     # Tabs and panes
 
@@ -105,6 +108,10 @@ class PaneScreen(Screen[None]):
             self.archive.keep(chat)
         self.show_order()
         self.show_active()
+
+    def show_saved(self) -> None:
+        """Say in the header, as long as it is so, that chats can't be saved."""
+        self._header.show_saved(self.archive.is_saving)
 
     def show_order(self) -> None:
         """The tabs' order has changed."""

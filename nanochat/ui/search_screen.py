@@ -9,7 +9,6 @@ from typing import ClassVar
 
 from textual import events
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.containers import Vertical
 from textual.content import Content
 from textual.message import Message
@@ -21,12 +20,22 @@ from nanochat.errors import HistoryError
 from nanochat.history import History, SearchHit
 from nanochat.sanitize import sanitize_line
 from nanochat.ui import formatting as fmt
+from nanochat.ui.actions import dialog_binding, dialog_keys, find
+from nanochat.ui.chrome import actions_of
 from nanochat.ui.line_input import LineInput
 
 LIMIT = 50
 """Hits shown at most."""
 PAUSE_S = 0.08
 """A search begins when nothing has been written for this long."""
+
+MOVES = {
+    "list_down": "cursor_down",
+    "list_up": "cursor_up",
+    "list_page_down": "page_down",
+    "list_page_up": "page_up",
+}
+"""What a key does in the list, by its action."""
 
 Ask = Callable[[History], list[SearchHit]]
 Read = Callable[[Ask, Callable[[list[SearchHit] | HistoryError], object]], None]
@@ -52,7 +61,9 @@ class Answered(Message):
 class SearchScreen(ModalScreen[Found | None]):
     """Gives what the user has chosen; None if nothing."""
 
-    BINDINGS: ClassVar = [Binding("escape,f9", "leave", show=False, priority=True)]
+    BINDINGS: ClassVar = [
+        dialog_binding(action_id, "leave", priority=True) for action_id in ("dialog_close", "search")
+    ]
 
     def __init__(self, read: Read, words: str = "") -> None:
         """``read`` asks the history on a thread, and calls back there."""
@@ -88,11 +99,10 @@ class SearchScreen(ModalScreen[Found | None]):
 
     def on_key(self, event: events.Key) -> None:
         """The list's keys, while the words have the focus."""
-        moves = {"down": "cursor_down", "up": "cursor_up", "pagedown": "page_down", "pageup": "page_up"}
-        if event.key in moves:
+        if (move := MOVES.get(dialog_keys(actions_of(self)).get(event.key, ""))) is not None:
             event.stop()
             event.prevent_default()
-            getattr(self.query_one(OptionList), f"action_{moves[event.key]}")()
+            getattr(self.query_one(OptionList), f"action_{move}")()
 
     def on_answered(self, event: Answered) -> None:
         if event.number != self._number:
@@ -114,11 +124,14 @@ class SearchScreen(ModalScreen[Found | None]):
     def _summary(self) -> str:
         words = self.query_one(LineInput).value.strip()
         if not words:
-            return "The chats used last. ↑ ↓ Enter opens one."
+            return f"The chats used last. {self._ways()} Enter opens one."
         if not self._hits:
             return "Nothing found: a message must have words that begin with all of these."
         more = f"The first {LIMIT}" if len(self._hits) >= LIMIT else fmt.plural(len(self._hits), "hit")
-        return f"{more}, newest first. ↑ ↓ Enter opens the chat there."
+        return f"{more}, newest first. {self._ways()} Enter opens the chat there."
+
+    def _ways(self) -> str:
+        return " ".join(find(name, actions_of(self)).key_label for name in ("list_up", "list_down"))
 
     def _search(self) -> None:
         number, words = self._number, self.query_one(LineInput).value

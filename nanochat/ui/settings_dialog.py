@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.containers import Horizontal, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Button, Label, Select, Static
@@ -15,6 +14,8 @@ from textual.widgets import Button, Label, Select, Static
 from nanochat.engine.config import SamplingParams
 from nanochat.errors import InvalidOption
 from nanochat.sanitize import sanitize_line
+from nanochat.ui.actions import dialog_binding, find
+from nanochat.ui.chrome import actions_of
 from nanochat.ui.line_input import LineInput, TextInput
 from nanochat.ui.sampling_commands import HIDDEN, parse_value, setting_names, show_value
 
@@ -45,10 +46,10 @@ class SettingsDialog(ModalScreen[ChatSettings | None]):
     """Gives the new settings, or None when the user leaves without taking them."""
 
     BINDINGS: ClassVar = [
-        Binding("escape", "leave", show=False),
-        Binding("ctrl+s", "take", show=False, priority=True),
-        Binding("down", "app.focus_next", show=False),
-        Binding("up", "app.focus_previous", show=False),
+        dialog_binding("dialog_close", "leave"),
+        dialog_binding("dialog_apply", "take", priority=True),
+        dialog_binding("list_down", "app.focus_next"),
+        dialog_binding("list_up", "app.focus_previous"),
     ]
 
     def __init__(
@@ -104,7 +105,12 @@ class SettingsDialog(ModalScreen[ChatSettings | None]):
                     yield Label(HELP[name], classes="about", markup=False)
             yield self._problem
             with Horizontal(classes="buttons"):
-                yield Button("Apply (^S)", id="take", variant="primary", compact=True)
+                yield Button(
+                    f"Apply ({find('dialog_apply', actions_of(self)).key_label})",
+                    id="take",
+                    variant="primary",
+                    compact=True,
+                )
                 yield Button("Cancel", id="cancel", compact=True)
 
     def on_mount(self) -> None:

@@ -13,7 +13,8 @@ from rich.cells import cell_len
 from textual.content import Content
 
 from nanochat.backend.stats import BackendStats, share
-from nanochat.engine.stats import BlockMap
+from nanochat.engine.stats import BlockMap, SlowStep
+from nanochat.sanitize import sanitize_line
 from nanochat.ui import block_map as blocks
 from nanochat.ui import formatting as fmt
 from nanochat.ui.lines import LinesWidget
@@ -110,7 +111,7 @@ def panel(
     Without colours, the map's blocks bear the numbers of their tabs.
     """
     gap = [Content("")]
-    head = _kv_lines(snapshot, width)
+    head = _slow_lines(snapshot.stats, width) + _kv_lines(snapshot, width)
     middle = [
         *gap,
         *_counter_lines(snapshot.stats, history, width),
@@ -127,12 +128,26 @@ def panel(
     return (head + kv_map + middle + tabs + foot)[:height]
 
 
+def _slow_text(slow: SlowStep) -> str:
+    return f"one step has taken {slow.seconds:.0f} s"
+
+
+def _slow_lines(stats: BackendStats, width: int) -> list[Content]:
+    """What the engine is at when it seems to hang."""
+    if stats.slow_step is None:
+        return []
+    text = f"{_slow_text(stats.slow_step)} so far: {sanitize_line(stats.slow_step.what, 200)}"
+    return [*Content.styled(text, "$warning").wrap(max(1, width)), Content("")]
+
+
 def one_line(snapshot: Snapshot, history: History, width: int) -> Content:
     """The most telling figures on one line, as many as fit."""
     stats = snapshot.stats
     filled, space = fmt.bar(stats.kv_share or 0.0, 6)
     context = _context_share(snapshot)
+    slow = [] if stats.slow_step is None else [Content.styled(_slow_text(stats.slow_step), "$warning")]
     parts = [
+        *slow,
         _label("KV ") + Content.styled(filled, "$primary") + Content.styled(space, "$line")
         + f" {fmt.share(stats.kv_share)}",
         Content.styled(fmt.rate(stats.decode_tok_s), "bold") + _label(" tok/s"),

@@ -12,7 +12,7 @@ from textual.content import Content
 from textual.message import Message
 from textual.widgets import Static
 
-from nanochat.ui.chat import Chat, Phase
+from nanochat.ui.chat import Chat, Phase, short_title
 from nanochat.ui.theme import tab_colour
 
 _BADGES = {
@@ -46,7 +46,7 @@ def tab_label(chat: Chat, number: int, slot: int, is_active: bool, is_marked: bo
     return (
         Content.styled(f"{glyph} ", style)
         + Content.styled(f"{number} ", f"bold {tab_colour(slot)}")
-        + Content.styled(chat.title, title_style)
+        + Content.styled(short_title(chat.title), title_style)
         + Content.styled(suffix, style)
         + Content.styled(" ✓" if is_marked else "", "bold $accent")
     )

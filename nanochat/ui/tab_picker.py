@@ -11,17 +11,17 @@ from typing import ClassVar
 
 from textual import events
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
+from nanochat.ui.actions import Action, dialog_binding, dialog_keys, find
+from nanochat.ui.chrome import actions_of
 from nanochat.ui.line_input import LineInput
 
 FRAME_ROWS = 8
 """Rows of the screen that the list leaves free: for its frame, the hint, and what it lies on."""
-HINT = "1–9 goes there · ↑ ↓ Enter too · ← → moves it · r renames"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class PickedTab:
 class TabPicker(ModalScreen[PickedTab]):
     """Gives a :class:`PickedTab`."""
 
-    BINDINGS: ClassVar = [Binding("escape,ctrl+g,q", "leave", show=False)]
+    BINDINGS: ClassVar = [dialog_binding(action_id, "leave") for action_id in ("dialog_close", "goto")]
 
     def __init__(self, labels: Sequence[tuple[int, Content]], active_id: int) -> None:
         """``labels``: each chat's id and how it is written, in the tabs' order."""
@@ -46,29 +46,41 @@ class TabPicker(ModalScreen[PickedTab]):
         self._chosen = active_id
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog"):
+        with Vertical(classes="dialog tabs"):
             yield Static(self._shown(), id="tabs", markup=False)
-            yield Static(Content.styled(HINT, "$muted"), markup=False)
+            yield Static(Content.styled(picker_hint(actions_of(self)), "$muted"), markup=False)
 
     def on_key(self, event: events.Key) -> None:
         """Every key at once, also one typed before the list is drawn."""
-        place = self._order.index(self._chosen)
         if event.key.isdecimal() and len(event.key) == 1:
             if 1 <= int(event.key) <= len(self._order):
                 self._leave(self._order[int(event.key) - 1])
-        elif event.key in ("up", "down"):
-            self._chosen = self._order[(place + (1 if event.key == "down" else -1)) % len(self._order)]
-        elif event.key in ("left", "right"):
-            self._order.remove(self._chosen)
-            self._order.insert(max(0, place + (1 if event.key == "right" else -1)), self._chosen)
         elif event.key == "enter":
             self._leave(self._chosen)
-        elif event.key == "r":
-            self.dismiss(PickedTab(tuple(self._order), self._chosen, is_to_be_renamed=True))
-        else:
+        elif not self._obey(dialog_keys(actions_of(self)).get(event.key, "")):
             return
         event.stop()
         self._draw()
+
+    def _obey(self, action_id: str) -> bool:
+        """Choose, move or rename; False if the action does nothing here."""
+        place, last = self._order.index(self._chosen), len(self._order) - 1
+        to_choose = {
+            "list_up": (place - 1) % len(self._order),
+            "list_down": (place + 1) % len(self._order),
+            "list_first": 0,
+            "list_last": last,
+        }
+        if action_id in to_choose:
+            self._chosen = self._order[to_choose[action_id]]
+        elif action_id in ("list_left", "list_right"):
+            self._order.remove(self._chosen)
+            self._order.insert(max(0, place + (1 if action_id == "list_right" else -1)), self._chosen)
+        elif action_id == "list_rename":
+            self.dismiss(PickedTab(tuple(self._order), self._chosen, is_to_be_renamed=True))
+        else:
+            return False
+        return True
 
     def on_resize(self) -> None:
         self._draw()
@@ -98,10 +110,17 @@ class TabPicker(ModalScreen[PickedTab]):
         return Content("\n").join(lines)
 
 
+def picker_hint(actions: Sequence[Action]) -> str:
+    """The list's keys."""
+    names = ("list_up", "list_down", "list_left", "list_right", "list_rename")
+    up, down, left, right, rename = (find(name, actions).key_label for name in names)
+    return f"1–9 goes there · {up} {down} Enter too · {left} {right} moves it · {rename} renames"
+
+
 class TitleDialog(ModalScreen[str | None]):
     """Asks for a title; None if the user leaves it as it is."""
 
-    BINDINGS: ClassVar = [Binding("escape", "leave", show=False)]
+    BINDINGS: ClassVar = [dialog_binding("dialog_close", "leave", priority=True)]
 
     def __init__(self, title: str) -> None:
         super().__init__()

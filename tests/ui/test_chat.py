@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanochat.engine.outputs import RequestMetrics, RequestOutput
-from nanochat.ui.chat import NEW_TITLE, TITLE_LENGTH, Chat, title_from
+from nanochat.ui.chat import MAX_TITLE, NEW_TITLE, TITLE_LENGTH, Chat, short_title, title_from
 from nanochat.ui.reasoning import AnswerText
 from nanochat.ui.workspace import Workspace
 
@@ -94,9 +94,12 @@ def test_context_tokens_follow_the_chosen_branch() -> None:
     ("text", "title"),
     [
         ("Hello", "Hello"),
-        ("Compose a travel post about Hawaii", "Compose a travel post…"),
+        (
+            "Compose a travel post about Hawaii" + ", please" * 9,
+            "Compose a travel post about Hawaii, please, please, please…",
+        ),
         ("  two\nlines ", "two lines"),
-        ("x" * 50, "x" * TITLE_LENGTH + "…"),
+        ("x" * 70, "x" * (MAX_TITLE - 1) + "…"),
         ("\x1b[31m", "␛[31m"),
     ],
 )
@@ -106,6 +109,12 @@ def test_titles_come_from_the_first_message(text: str, title: str) -> None:
     assert chat.title == NEW_TITLE
     answered(chat, (text, "a"), ("second", "b"))
     assert chat.title == title
+
+
+def test_a_tab_shows_the_beginning_of_a_title() -> None:
+    assert short_title("Hello") == "Hello"
+    assert short_title("Compose a travel post about Hawaii") == "Compose a travel post…"
+    assert short_title("x" * 50) == "x" * (TITLE_LENGTH - 1) + "…"
 
 
 def test_clearing_starts_over() -> None:

@@ -327,6 +327,7 @@ class TestTrouble:
         async with started(tiny_llama, history=file) as driver:
             await driver.until_told("kept in memory only")
             assert len(driver.app._notifications) == 1
+            await driver.until_seen("not saved")
             assert await driver.ask("Hello")
             await driver.press("ctrl+f")
             assert await driver.ask("More")
@@ -363,11 +364,13 @@ class TestTrouble:
             writer._database.writing = writing
             await driver.say(f"/system {'long ' * 10_000}")
             await driver.until_told("the disk is full")
+            await driver.until_seen("not saved")
             await driver.press("ctrl+n")
             text = await driver.ask("After")
             assert len([told for told in driver.app._notifications if "disk" in told.message]) == 1
             full[0] = False
             await driver.until_told("being saved again")
+            await driver.until(lambda: "not saved" not in driver.screen_text())
         assert saved_paths(file)["After"][1].text == text
         with opened(file) as history:
             assert {len(chat.system or "") for chat in history.list_chats()} == {0, 49_999}

@@ -42,7 +42,7 @@ def test_every_default_key_exists_and_leaves_writing_alone() -> None:
     for action in ACTIONS:
         for key in key_names.split(action.keys):
             assert key_names.exists(key)
-            assert key_names.is_free(key) or action.place == "prompt"
+            assert key_names.is_free(key) or action.place in ("prompt", "dialog", "list")
 
 
 @pytest.mark.parametrize("key", ["ctrl+", "crtl+g", "f99", "ctrl+ctrl+g", "", "+", "<any>"])
@@ -71,6 +71,10 @@ def test_any_text_as_a_key_makes_a_table_or_a_sentence(text: str) -> None:
         ({"new_line": "space"}, "needed for writing"),
         ({"fork_chat": "strg+g"}, 'no key "strg+g"'),
         ({"fork_chat": ""}, "needs the name of a key"),
+        ({"dialog_close": "q"}, "needed for writing"),
+        ({"dialog_yes": "escape"}, '"dialog_close" and "dialog_yes" both have the key escape'),
+        ({"dialog_yes": "ctrl+q"}, '"quit" and "dialog_yes" both have the key ctrl+q'),
+        ({"list_rename": "7"}, "which chooses in dialogs"),
     ],
 )
 def test_keys_that_cannot_work(keys: dict[str, str], sentence: str) -> None:
@@ -124,6 +128,51 @@ async def test_the_key_that_sends_can_be_another(tiny_llama: Path) -> None:
         assert driver.chat.path[0].text == "a\nb"
 
 
+async def test_keys_in_dialogs_can_be_others(tiny_llama: Path) -> None:
+    keys = {
+        "dialog_close": "ctrl+x",
+        "dialog_yes": "j",
+        "list_down": "ctrl+e",
+        "list_rename": "t",
+        "goto": "f12",
+    }
+    async with started(tiny_llama, hold=True, keys=keys) as driver:
+        chats = driver.app.main_screen.workspace.chats
+        await driver.press("ctrl+n", "f12")
+        await driver.until_seen("↑ ^E Enter too · ← → moves it · T renames")
+        await driver.press("r", "escape")  # no longer any key of this list
+        await driver.press("ctrl+e", "t")
+        await driver.until_seen("Title of this chat")
+        assert driver.chat is chats[0]
+        await driver.press("ctrl+x")
+        await driver.press("f12")
+        await driver.until_seen("T renames")
+        await driver.press("f12")
+        await driver.until(lambda: driver.app.screen is driver.app.main_screen)
+        await driver.say("Waiting for the model")
+        await driver.press("ctrl+w")
+        await driver.until_seen("still answering. Close it?")
+        await driver.press("y")
+        assert len(chats) == 2
+        await driver.press("j")
+        await driver.until(lambda: len(chats) == 1)
+        await driver.press("f9")
+        await driver.until_seen("↑ ^E Enter opens one.")
+        await driver.press("ctrl+x")
+        await driver.until(lambda: driver.app.screen is driver.app.main_screen)
+        assert "leave all as it is" in help_text(driver.app.actions).plain
+
+
+async def test_home_and_end_in_the_list_of_tabs(tiny_llama: Path) -> None:
+    async with started(tiny_llama, hold=True) as driver:
+        await driver.press("ctrl+n", "ctrl+n", "ctrl+n")
+        chats = list(driver.app.main_screen.workspace.chats)
+        await driver.press("ctrl+g", "home", "enter")
+        await driver.until(lambda: driver.chat is chats[0])
+        await driver.press("ctrl+g", "end", "enter")
+        await driver.until(lambda: driver.chat is chats[-1])
+
+
 def test_the_example_names_every_key() -> None:
     text = example((action.id, action.keys, action.help) for action in ACTIONS if action.keys)
     for action in ACTIONS:
@@ -137,7 +186,8 @@ def test_no_default_key_hides_one_of_the_prompt_but_on_purpose() -> None:
         if isinstance(binding, Binding)
         for key in binding.key.split(",")
     }
-    taken = {key for action in ACTIONS if action.place != "prompt" for key in key_names.split(action.keys)}
+    placed = [action for action in ACTIONS if action.place in ("screen", "app")]
+    taken = {key for action in placed for key in key_names.split(action.keys)}
     # ^Z suspends, as in any terminal program; ^_ undoes.
     on_purpose = {"ctrl+w", "ctrl+f", "ctrl+c", "ctrl+z", "pageup", "pagedown", "f6", "f7"}
     assert taken & set(editing) <= on_purpose

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from nanochat.backend.stats import BackendStats
-from nanochat.engine.stats import CACHED, FREE, BlockMap, EngineStats, RequestRow, RequestState
+from nanochat.engine.stats import CACHED, FREE, BlockMap, EngineStats, RequestRow, RequestState, SlowStep
 from nanochat.ui.block_map import Cell, cells, draw, group_size
 from nanochat.ui.chat import Chat, Phase
 from nanochat.ui.snapshots import busy_label, state_label, take_snapshot, update_phases
@@ -211,3 +212,14 @@ def test_a_snapshot_gives_each_block_its_chats_colour() -> None:
 def test_the_header_says_how_much_runs() -> None:
     assert busy_label(stats(row(1), row(2))) == "2 running · 1 queued"
     assert busy_label(None) == ""
+
+
+def test_a_step_that_takes_very_long_is_told_of() -> None:
+    shown = snapshot()
+    slow = dataclasses.replace(
+        shown, stats=dataclasses.replace(shown.stats, slow_step=SlowStep(45.2, "step 7, 3 answers"))
+    )
+    text = " ".join(line.plain.strip() for line in panel(slow, History(), 28, 40))
+    assert "one step has taken 45 s so far: step 7, 3 answers" in text
+    assert one_line(slow, History(), 80).plain.startswith("one step has taken 45 s")
+    assert "one step" not in one_line(shown, History(), 80).plain

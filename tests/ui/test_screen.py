@@ -177,6 +177,18 @@ async def test_every_size_shows_the_chat_and_the_prompt(tiny_llama: Path, size: 
         await answer.end(output("Visible text"))
 
 
+async def test_a_screen_that_is_too_small_says_so_and_loses_nothing(tiny_llama: Path) -> None:
+    async with started(tiny_llama, hold=True) as driver:
+        await driver.write("a draft")
+        await driver.pilot.resize_terminal(30, 8)
+        await driver.until_seen("Too small: 30 × 8.")
+        assert "a draft" not in driver.screen_text()
+        await driver.press("!")
+        await driver.pilot.resize_terminal(40, 10)
+        await driver.until_seen("a draft!")
+        assert "Too small" not in driver.screen_text()
+
+
 @pytest.mark.slow
 async def test_resizing_while_answers_stream(long_llama: Path) -> None:
     async with started(long_llama, sampling=ENDLESS, **LONG) as driver:

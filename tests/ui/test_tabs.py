@@ -171,7 +171,7 @@ async def test_the_list_of_many_tabs_shows_the_chosen_one_and_the_keys(tiny_llam
             await driver.app.main_screen.action_new_chat()
         await driver.press("ctrl+g")
         await driver.until_seen("▸ 30 New chat")
-        await driver.until_seen("r renames")
+        await driver.until_seen("R renames")
         await driver.press("down")
         await driver.until_seen("▸  1 New chat")
         await driver.press("up", "up", "enter")

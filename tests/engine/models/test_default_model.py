@@ -126,7 +126,6 @@ def reference(model: ResolvedModel) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("default-model")
 class TestTheModelItself:
     def test_greedy_tokens_equal_those_of_transformers(self, model: ResolvedModel, reference: Any) -> None:
         tokenizer = AutoTokenizer.from_pretrained(model.path)
