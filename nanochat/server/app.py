@@ -155,6 +155,8 @@ async def _read_body(request: Request) -> bytes:
         raise ApiError(415, "The body must be JSON: send the header Content-Type: application/json.")
     length = request.headers.get("content-length", "")
     is_too_large = length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES
+    if is_too_large and "expect" in request.headers:  # its sender waits for a word before sending it
+        raise _too_large()
     parts = bytearray()
     try:
         async with asyncio.timeout(DISCARD_S if is_too_large else BODY_S) as limit:
@@ -170,9 +172,13 @@ async def _read_body(request: Request) -> bytes:
             message = f"The body hasn't come within {BODY_S:.0f} s."
             raise ApiError(408, message, headers={"connection": "close"}) from None
     if is_too_large:
-        message = f"The body has more than {MAX_BODY_BYTES:,} bytes."
-        raise ApiError(413, message, headers={"connection": "close"})
+        raise _too_large()
     return bytes(parts)
+
+
+def _too_large() -> ApiError:
+    message = f"The body has more than {MAX_BODY_BYTES:,} bytes."
+    return ApiError(413, message, headers={"connection": "close"})
 
 
 def _json(value: object) -> Response:

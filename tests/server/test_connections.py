@@ -158,6 +158,11 @@ class TestTooMuch:
         assert reply.status_code == 413
         assert "8,388,608 bytes" in reply.json()["error"]["message"]
 
+    def test_one_that_asks_first(self, api: Running) -> None:
+        with connect(api) as client:
+            client.sendall(request(api, headers="content-length: 100000000\r\nexpect: 100-continue\r\n"))
+            assert read_all(client).startswith(b"HTTP/1.1 413 ")
+
     @pytest.mark.parametrize("length", ["99999999999999999999999", "-1", "1e3", "5, 6"])
     def test_a_length_that_is_none(self, api: Running, length: str) -> None:
         with connect(api) as client:
