@@ -229,6 +229,12 @@ def elementwise(bandwidth: float) -> Figures:
             for (_, k, v), at in zip(heads, slots, strict=True)
         ]
 
+    def rope(spread: bool) -> list[Callable[[], object]]:
+        norms = {"q_norm": head_weight, "k_norm": head_weight}
+        return [
+            lambda q=q, k=k: gpu.rope(q, k, positions, angles, **norms, spread=spread) for q, k, _ in heads
+        ]
+
     pairs = list(zip(xs, residuals, strict=True))
     wide_pairs = list(zip(xs, wide_residuals, strict=False))
     ops: list[tuple[str, int, list[Callable[[], object]]]] = [
@@ -243,14 +249,8 @@ def elementwise(bandwidth: float) -> Figures:
             12 * hidden,
             [lambda x=x, r=r: gpu.rms_norm(x, weight, 1e-6, r) for x, r in wide_pairs],
         ),
-        (
-            "rope with norms",
-            4 * (width + kv),
-            [
-                lambda q=q, k=k: gpu.rope(q, k, positions, angles, q_norm=head_weight, k_norm=head_weight)
-                for q, k, _ in heads
-            ],
-        ),
+        ("rope with norms", 4 * (width + kv), rope(False)),
+        ("rope with norms, spread", 4 * (width + kv), rope(True)),
         ("silu_mul", 6 * intermediate, [lambda x=x: gpu.silu_mul(x) for x in gates]),
         ("store_kv", 8 * kv, store(False)),
         ("store_kv int8", 6 * kv + 4 * KV_HEADS, store(True)),
@@ -260,6 +260,30 @@ def elementwise(bandwidth: float) -> Figures:
         us = time_us(calls)
         rate = TOKENS * token_bytes / us / 1e6
         figures.append({"op": name, "us": us, "tb_per_s": rate, "share_of_copy": rate / bandwidth})
+    return figures
+
+
+def rotations() -> Figures:
+    """Norms, rotation and store of a small step, for a full cache and an INT8 one."""
+    figures = []
+    norms = {
+        name: torch.randn(HEAD_DIM, device="cuda", dtype=torch.bfloat16) for name in ("q_norm", "k_norm")
+    }
+    angles = torch.randn(128, HEAD_DIM, device="cuda")
+    caches = {int8: paged_case(8, 1, 8192, int8=int8, decode=True).cache for int8 in (False, True)}
+    for rows in (1, 8, 32, 128):
+        shape = (rows, HEADS + 2 * KV_HEADS, HEAD_DIM)
+        packed = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(16)]
+        slots = [torch.randperm(8 * 8192, device="cuda")[:rows] for _ in packed]
+        positions = torch.arange(rows, device="cuda")
+        for int8, cache in caches.items():
+            calls = [
+                lambda x=x, at=at, cache=cache, positions=positions: gpu.rope_store(
+                    *x.split((HEADS, KV_HEADS, KV_HEADS), dim=1), positions, angles, cache, at, **norms
+                )
+                for x, at in zip(packed, slots, strict=True)
+            ]
+            figures.append({"rows": rows, "int8": int8, "us": time_us(calls)})
     return figures
 
 
@@ -301,6 +325,7 @@ def main() -> None:
         "prefill": prefill,
         "int8_accuracy": int8_accuracy,
         "elementwise": lambda: elementwise(bandwidth),
+        "rotations": rotations,
         "sampling": samplers,
         "splits": splits,
     }
