@@ -72,6 +72,9 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
+WARM_UPS = 3
+
+
 @dataclass(frozen=True)
 class Workload:
     """Requests submitted at once: how many, tokens in and out (a range is drawn evenly)."""
@@ -355,7 +358,11 @@ def measure(engine: str, folder: Path, args: argparse.Namespace) -> dict[str, An
     print(engine, f"loaded in {report['load_s']:.1f} s", flush=True)
     for name in args.workload or WORKLOADS:
         workload, vocab_size = WORKLOADS[name], SHAPES[args.shape]["vocab_size"]
-        run(server, workload, vocab_size, seed=0)  # compiles and warms up
+        for _ in range(
+            WARM_UPS
+        ):  # compile, and find out what is worth recording, which is done in the pauses
+            run(server, workload, vocab_size, seed=0)
+            time.sleep(0.5)
         runs = [run(server, workload, vocab_size, seed) for seed in range(1, args.repeat + 1)]
         median = {key: statistics.median(each[key] for each in runs) for key in runs[0]}
         if isinstance(server, Nanochat) and workload.temperature == 0:

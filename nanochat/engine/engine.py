@@ -273,6 +273,8 @@ class Engine:
         """Wait until there is something to do, and take in what has come; False once closed."""
         if not self._scheduler.has_work:
             self._deliver_collected()  # no launch follows
+            while not self._has_news() and self._model.runner.record_ahead():
+                pass
         with self._inbox_condition:
             if not self._has_news() and not self._scheduler.has_work:
                 self._idle()

@@ -7,6 +7,7 @@ the host meanwhile, so that steps can follow each other without a word from the 
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import torch
 
 from nanochat.engine.batch import StepBatch, has_pending_ids, pack_batch, upload_batch
 from nanochat.engine.config import SamplingParams
+from nanochat.engine.device import is_out_of_memory
 from nanochat.engine.models.decoder import Decoder
 from nanochat.engine.outputs import TokenLogprobs
 from nanochat.engine.packing import HostCopies, host_buffer, upload
@@ -30,6 +32,8 @@ from nanochat.engine.step_message import PackedStep, RecordedStep
 from nanochat.engine.step_programs import StepPrograms
 from nanochat.errors import RankLost
 from nanochat.kernels.cache import LayerCache
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 5e-5
 """How often a step that other ranks take part in is looked at while it is waited for."""
@@ -160,7 +164,7 @@ class Runner:
         check: Callable[[float], None] | None = None
         if self._followers is not None:
             check = functools.partial(self._followers.check_step, plan.num_tokens)
-        if self._graphs is not None and (shape := self._graphs.shapes.fit(plan)) is not None:
+        if self._graphs is not None and (shape := self._graphs.choose(plan)) is not None:
             host, rows = self._graphs.pack(plan, shape)
             with self._told(RecordedStep(shape, host.numpy())):
                 token_ids = self._graphs.run(shape, host)
@@ -183,6 +187,24 @@ class Runner:
             host = host_buffer(len(step.inputs), self.decoder.device)
             host.numpy()[:] = step.inputs
             self._graphs.run(step.shape, host)
+
+    def record_ahead(self) -> bool:
+        """Record a shape that came and may come again, if there is one; for when no step is to be run.
+
+        Call under ``torch.inference_mode()``.
+        """
+        shape = None if self._graphs is None else self._graphs.next_unrecorded()
+        if self._graphs is None or shape is None:
+            return False
+        host, _ = self._graphs.pack(StepPlan(0, (), (), ()), shape)
+        try:
+            with self._told(RecordedStep(shape, host.numpy())):
+                self._graphs.run(shape, host)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.info("no memory for steps of %s: %s", shape, error)
+        return True
 
     def hidden_states(self, plan: StepPlan) -> torch.Tensor:
         """Compute the plan's tokens without sampling: their final hidden states ``[T, hidden]``, decodes first.

@@ -29,7 +29,7 @@ from nanochat.kernels.cache import AttentionBatch, LayerCache
 
 logger = logging.getLogger(__name__)
 
-MAX_PREFILL_TOKENS = 8192
+MAX_PREFILL_TOKENS = 4096
 """Larger steps compute for longer than they take to launch kernel by kernel."""
 MIN_PREFILL_TOKENS = 32
 SHORT_CONTEXT = 4096
@@ -161,6 +161,8 @@ class StepGraphs:
         self._caches = caches
         self._block_size = caches[0].block_size
         self._recordings: dict[StepShape, _Recording] = {}
+        self._seen_once: set[StepShape] = set()
+        """Shapes that prefill and are not recorded yet."""
         self._too_large: set[StepShape] = set()
         """Shapes for whose recordings there was no memory: their steps are launched kernel by kernel."""
         device = decoder.device
@@ -178,12 +180,33 @@ class StepGraphs:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)
 
+    def choose(self, plan: StepPlan) -> StepShape | None:
+        """The shape to run a plan in; None: launch it kernel by kernel, at least this time.
+
+        A step that prefills is recorded the second time its shape comes, unless there was time before: many
+        shapes come but once, and whoever waits for a first token would wait for the recording too.
+        """
+        shape = self.shapes.fit(plan)
+        if shape is None or not shape.prefill_rows or shape in self._recordings:
+            return shape
+        if shape in self._too_large:
+            return None
+        if shape in self._seen_once:
+            self._seen_once.remove(shape)
+            return shape
+        self._seen_once.add(shape)
+        return None
+
+    def next_unrecorded(self) -> StepShape | None:
+        """A shape to record while there is nothing else to do; each is named once."""
+        return self._seen_once.pop() if self._seen_once else None
+
     def pack(self, plan: StepPlan, shape: StepShape) -> tuple[torch.Tensor, np.ndarray]:
         """What :meth:`run` needs of a plan that fits a shape, on the host.
 
         And which of the shape's rows are the plan's sampling chunks'.
         """
-        return pack_step(plan, shape, self.seats, self._decoder.device)
+        return pack_step(plan, shape, self.seats, self._block_size, self._decoder.device)
 
     def run(self, shape: StepShape, host: torch.Tensor) -> torch.Tensor:
         """Compute and sample what was packed for this shape, as one launch once the shape is recorded.

@@ -110,7 +110,7 @@ class StepInputs:
 
 
 def pack_step(
-    plan: StepPlan, shape: StepShape, seats: Seats, device: torch.device
+    plan: StepPlan, shape: StepShape, seats: Seats, block_size: int, device: torch.device
 ) -> tuple[torch.Tensor, np.ndarray]:
     """A plan that fits a shape as bytes on the host, for :meth:`StepInputs.send`; its requests take their seats.
 
@@ -122,10 +122,12 @@ def pack_step(
     first_new, new_ends = [], []
     for chunk, seat in zip(chunks, taken, strict=True):
         first_new.append(seat.num_blocks)
-        table = chunk.request.block_table
-        if len(table) > seat.num_blocks:
-            new_blocks += table[seat.num_blocks :]
-            seat.num_blocks = len(table)
+        needed = -(
+            -(chunk.start + chunk.length) // block_size
+        )  # what is sent beyond its context, a row forgets
+        if needed > seat.num_blocks:
+            new_blocks += chunk.request.block_table[seat.num_blocks : needed]
+            seat.num_blocks = needed
         new_ends.append(len(new_blocks))
 
     packing = _packing(shape)

@@ -13,8 +13,10 @@ FLOOR = 64
 """Tokens that a prompt may always take: on a CPU they cost little more than one, and it has to get on."""
 FEWEST_TOKENS = 8
 """A prefill of fewer says nothing about the cost of one token."""
-NEWEST_SHARE = 0.5
-"""Of a new observation in the estimates: the machine's other work, and contexts, change quickly."""
+SLOWER_SHARE = 0.5
+"""Of a slower observation in the estimates: the machine's other work, and contexts, change quickly."""
+FASTER_SHARE = 0.8
+"""Of a faster one: what made one step slow by itself, such as compiling a kernel, must be forgotten soon."""
 
 
 class StepPace:
@@ -48,4 +50,5 @@ class StepPace:
 
 
 def _blend(estimate: float, observed: float) -> float:
-    return observed if not estimate else estimate + NEWEST_SHARE * (observed - estimate)
+    share = FASTER_SHARE if observed < estimate else SLOWER_SHARE
+    return observed if not estimate else estimate + share * (observed - estimate)

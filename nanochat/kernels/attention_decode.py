@@ -113,6 +113,7 @@ def launch_decode(
     rows, heads, head_dim = q.shape
     kv_heads = cache.k.shape[2]
     qk_scale, cap = score_scales(scale, softcap)
+    early = config.early and dependent_launch(q.device)
     _decode_kernel[(workspace.arrivals.shape[0],)](
         q,
         cache.k,
@@ -151,8 +152,10 @@ def launch_decode(
         NATIVE=not INTERPRETED,
         INTEGER_DOT=device_info(q.device).capability >= 80,
         DEPENDENT=dependent_launch(q.device),
+        EARLY=early,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        launch_pdl=early,
     )
 
 
@@ -195,6 +198,7 @@ def _decode_kernel(
     NATIVE: tl.constexpr,
     INTEGER_DOT: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     if DEPENDENT:
         # Once all programs of this grid have their places, those of the next kernel may take what is left and
@@ -239,6 +243,8 @@ def _decode_kernel(
         tile = _next_run(tile, rows, tiles, row_ends, KV_HEADS)
         stop = _next_run(stop, rows, tiles, row_ends, KV_HEADS)
 
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # for q, and for this step's K and V
     while tile < stop:
         row = tl.sum((row_ends <= tile).to(tl.int32), 0)
         row_end = tl.sum(tl.where(rows == row, row_ends, 0), 0)

@@ -129,6 +129,8 @@ def _rope_store_kernel(
     PLUS_ONE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     # [2, half]: the two halves that turn into each other.

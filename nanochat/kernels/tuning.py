@@ -23,6 +23,8 @@ class DecodeConfig:
     """Fewest tiles worth a program of its own."""
     merge: int
     """Partial results read at once when a row's splits are merged."""
+    early: bool = False
+    """Whether programs may start before the kernel before them ends, which pays where most of the time is latency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,11 @@ def decode_config(capability: int, block_d: int, kv_bytes: int, runs: int) -> De
         if kv_bytes == 1 and block_d <= 128:
             # Converting costs instructions, and one-warp programs spend none on meeting each other.
             if runs >= 128:
-                return DecodeConfig(32, 1, 3, 8, 4, 16)
-            return DecodeConfig(64, 2, 3, 4, 1, 32) if runs >= 32 else DecodeConfig(64, 2, 3, 4, 2, 64)
-        if runs >= 32 and row_bytes <= 256:
-            return DecodeConfig(32, 2, 3, 4, 2, 32)
-        return DecodeConfig(64 if row_bytes <= 256 else 32, 4, 3, 2, 2, 64)
+                return DecodeConfig(32, 1, 3, 8, 4, 16, early=True)
+            return DecodeConfig(64, 2, 3, 4, 1, 32 if runs >= 32 else 64, early=True)
+        if row_bytes <= 256:
+            return DecodeConfig(32, 2, 3, 4, 1, 32 if runs >= 32 else 64, early=True)
+        return DecodeConfig(32, 4, 3, 2, 2, 64, early=True)
     block_n = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
     return DecodeConfig(block_n, 4, 2, 2, 2, 32)
 

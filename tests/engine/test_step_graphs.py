@@ -15,8 +15,9 @@ from nanochat.engine.config import EngineConfig, SamplingParams
 from nanochat.engine.memory import allocate_caches
 from nanochat.engine.request import Request
 from nanochat.engine.runner import Runner
+from nanochat.engine.seats import Seats
 from nanochat.engine.step_graphs import Shapes, StepGraphs, decode_sizes, row_sizes, token_sizes
-from nanochat.engine.step_inputs import StepInputs, StepShape
+from nanochat.engine.step_inputs import StepInputs, StepShape, pack_step
 from nanochat.engine.step_plan import ScheduledChunk, StepPlan
 from tests.engine.conftest import MakeEngine
 from tests.engine.test_pipeline import KINDS, answers
@@ -34,6 +35,9 @@ class PlayedGraphs(StepGraphs):
     """Computes each step where the real ones replay it: all of a recorded step but the recording."""
 
     shapes_run: set[StepShape]
+
+    def choose(self, plan: StepPlan) -> StepShape | None:
+        return self.shapes.fit(plan)
 
     def run(self, shape: StepShape, host: torch.Tensor) -> torch.Tensor:
         self.shapes_run = {*getattr(self, "shapes_run", ()), shape}
@@ -133,6 +137,37 @@ def random_plans(seed: int) -> list[StepPlan]:
         if decodes or prefills:
             plans.append(StepPlan(len(plans), tuple(decodes), tuple(prefills), ()))
     return plans
+
+
+def test_a_shape_that_prefills_is_recorded_when_it_comes_again(tiny_llama: Path) -> None:
+    """Or before, while there is nothing else to do; the first of its steps is launched kernel by kernel."""
+    config = EngineConfig(model=str(tiny_llama), device="cpu", dtype="float32", num_kv_blocks=8)
+    runner = loading.load_model(config, lambda progress: None).runner
+    graphs = StepGraphs(
+        runner.decoder, runner._caches, max_num_seqs=8, max_num_tokens=64, max_model_len=MAX_MODEL_LEN
+    )
+    decodes = StepPlan(0, (chunk(1, 9),), (), ())
+    one, other = (StepPlan(0, (), (chunk(length),), ()) for length in (9, 40))
+    assert graphs.choose(decodes) == graphs.shapes.fit(decodes)
+    assert graphs.choose(one) is None
+    assert graphs.choose(other) is None
+    assert graphs.choose(one) == graphs.shapes.fit(one)
+    assert graphs.next_unrecorded() == graphs.shapes.fit(other)
+    assert graphs.next_unrecorded() is None
+
+
+def test_blocks_past_a_steps_context_are_sent_by_a_later_step() -> None:
+    """The state on the device keeps no more of a block table than the step's context fills."""
+    seats, request = Seats(2), Request(0, [5] * 9, PARAMS[0], block_table=[7, 8, 9])
+    sent = []
+    for start, length in ((0, 4), (4, 1), (5, 4)):
+        plan = StepPlan(0, (), (ScheduledChunk(request, start, length, samples=True),), ())
+        shape = StepShape(0, 1, length, MAX_MODEL_LEN)
+        host, _ = pack_step(plan, shape, seats, BLOCK_SIZE, torch.device("cpu"))
+        inputs = StepInputs(shape, host.clone())
+        sent.append(inputs.rows.new_blocks.tolist())
+        assert inputs.rows.first_new.tolist() == [len(sent) - 1]
+    assert sent == [[7], [8], [9]]
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
