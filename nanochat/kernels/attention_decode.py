@@ -27,6 +27,7 @@ from nanochat.kernels.attention_common import (
     unpack_int8_pairs,
 )
 from nanochat.kernels.attention_merge import merge_pieces
+from nanochat.kernels.attention_runs import next_run, run_at
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.triton_utils import (
     INTERPRETED,
@@ -240,24 +241,19 @@ def _decode_kernel(
     tile = tl.minimum(program * share, total)
     stop = tl.minimum(tile + share, total)
     if whole:
-        tile = _next_run(tile, rows, tiles, row_ends, KV_HEADS)
-        stop = _next_run(stop, rows, tiles, row_ends, KV_HEADS)
+        tile = next_run(tile, rows, tiles, row_ends, KV_HEADS)
+        stop = next_run(stop, rows, tiles, row_ends, KV_HEADS)
 
+    # What the first run is and where its keys lie was there before the step's layers began.
+    row, head, context_len, first_tile, run, begin = run_at(
+        tile, rows, row_ends, context_lens_ptr, num_rows, window, KV_HEADS, BLOCK_N, WINDOWED
+    )
+    table = block_tables_ptr + row.to(tl.int64) * table_stride
+    blocks = load_blocks(table, first_tile + begin, keys, context_len, BLOCK_N, BLOCK_SIZE)
     if EARLY:
         tl.extra.cuda.gdc_wait()  # for q, and for this step's K and V
     while tile < stop:
-        row = tl.sum((row_ends <= tile).to(tl.int32), 0)
-        row_end = tl.sum(tl.where(rows == row, row_ends, 0), 0)
-        context_len = tl.load(context_lens_ptr + row)
-        first_tile = 0
-        if WINDOWED:
-            first_tile = tl.maximum(context_len - window, 0) // BLOCK_N
-        run = tl.cdiv(context_len, BLOCK_N) - first_tile
-        in_row = tile - (row_end - run * KV_HEADS)
-        head = in_row // run
-        begin = in_row - head * run
         end = tl.minimum(run, begin + stop - tile)
-
         heads = head * GROUP + members
         q_ptrs = q_ptr + row.to(tl.int64) * q_stride_row + heads[:, None] * q_stride_head + dims[None, :]
         q = tl.load(q_ptrs, mask=(members < GROUP)[:, None] & dim_mask[None, :], other=0.0)
@@ -270,11 +266,9 @@ def _decode_kernel(
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         norm = tl.zeros([BLOCK_M], tl.float32)
 
-        table = block_tables_ptr + row.to(tl.int64) * table_stride
         head_k = k_ptr + head * kv_stride_head + dims[None, :]
         head_v = v_ptr + head * (kv_stride_head // STEP) + cols[None, :]
         # Block numbers and scales are fetched a tile ahead: loads that wait for loads pipeline badly.
-        blocks = load_blocks(table, first_tile + begin, keys, context_len, BLOCK_N, BLOCK_SIZE)
         if INT8:
             visible = (first_tile + begin) * BLOCK_N + keys < context_len
             scale_offsets = (
@@ -371,6 +365,12 @@ def _decode_kernel(
                     MERGE,
                 )
         tile += end - begin
+        if tile < stop:
+            row, head, context_len, first_tile, run, begin = run_at(
+                tile, rows, row_ends, context_lens_ptr, num_rows, window, KV_HEADS, BLOCK_N, WINDOWED
+            )
+            table = block_tables_ptr + row.to(tl.int64) * table_stride
+            blocks = load_blocks(table, first_tile + begin, keys, context_len, BLOCK_N, BLOCK_SIZE)
 
     # Rows of no context have no tiles, so nobody above wrote them.
     row = program
@@ -384,14 +384,3 @@ def _decode_kernel(
                 if INT8:
                     tl.store(out_row + columns + 1, zeros, mask=member_mask)
         row += num_programs
-
-
-@triton.jit
-def _next_run(
-    tile: tl.tensor, rows: tl.tensor, tiles: tl.tensor, row_ends: tl.tensor, KV_HEADS: tl.constexpr
-) -> tl.tensor:
-    """The first tile, from this one on, with which a run begins; at the end of all tiles, that end."""
-    row = tl.sum((row_ends <= tile).to(tl.int32), 0)
-    run = tl.maximum(tl.sum(tl.where(rows == row, tiles, 0), 0), 1)
-    row_start = tl.sum(tl.where(rows == row, row_ends - tiles * KV_HEADS, 0), 0)
-    return row_start + tl.cdiv(tile - row_start, run) * run
