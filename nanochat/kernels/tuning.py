@@ -43,7 +43,8 @@ def decode_config(capability: int, block_d: int, kv_bytes: int, runs: int) -> De
     """For heads of ``block_d`` dims, a power of two, cached in ``kv_bytes`` each; ``runs``: rows times KV heads."""
     row_bytes = block_d * kv_bytes
     if capability < 80:
-        return DecodeConfig(16 if block_d > 128 or row_bytes > 256 else 32, 4, 1, 4, 4, 16)
+        warps = 8 if block_d > 128 else 4
+        return DecodeConfig(16 if block_d > 128 or row_bytes > 256 else 32, warps, 1, 4, 4, 16)
     if capability in (90, 100):
         if kv_bytes == 1 and block_d <= 128:
             # Converting costs instructions, and one-warp programs spend none on meeting each other.
