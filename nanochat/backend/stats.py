@@ -37,6 +37,8 @@ class BackendStats:
     """This process's own."""
     slow_step: SlowStep | None = None
     """The step in progress, if it takes suspiciously long."""
+    source: str = ""
+    """Whose figures these are, where that isn't plain."""
 
     @classmethod
     def of_engine(cls, stats: EngineStats) -> Self:

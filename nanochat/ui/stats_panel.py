@@ -70,7 +70,8 @@ class History:
 
     decode: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
     prefill: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
-    preemptions: int = 0
+    preemptions: int | None = None
+    """As they were last told."""
     flash: int = 0
     is_still: bool = False
     """Whether nothing is to flash, because the user wants little motion."""
@@ -85,11 +86,12 @@ class History:
         """Add a sample."""
         self.decode.append(stats.decode_tok_s or 0.0)
         self.prefill.append(stats.prefill_tok_s or 0.0)
-        preemptions = stats.preemptions or 0
-        self.flash = FLASH if preemptions > self.preemptions else max(0, self.flash - 1)
+        before, now = self.preemptions, stats.preemptions
+        is_new = before is not None and now is not None and now > before
+        self.flash = FLASH if is_new else max(0, self.flash - 1)
         if self.is_still:
             self.flash = 0
-        self.preemptions = preemptions
+        self.preemptions = now if now is not None else before
 
     def watch(self, snapshot: Snapshot) -> None:
         """Find the blocks that requests have lost since the last snapshot by being preempted."""
@@ -203,7 +205,7 @@ def _map_lines(
     snapshot: Snapshot, history: History, width: int, height: int, numbers: Mapping[int, int] | None
 ) -> list[Content]:
     if snapshot.block_map is None or height < 1:
-        return []
+        return [_label(snapshot.stats.source).truncate(width)] if snapshot.stats.source and height > 0 else []
     total = len(snapshot.block_map.owner)
     size = blocks.group_size(total, width * height)
     found = blocks.cells(snapshot.block_map, snapshot.slots, width * height, history.lost)

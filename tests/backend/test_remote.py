@@ -6,9 +6,12 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nanochat.backend.interface import Refused, Started
 from nanochat.backend.opening import open_backend
@@ -16,6 +19,8 @@ from nanochat.backend.remote import backend as remote
 from nanochat.backend.remote import client, stream
 from nanochat.backend.remote.backend import RemoteBackend
 from nanochat.backend.remote.config import RemoteConfig
+from nanochat.backend.remote.handle import RemoteHandle
+from nanochat.backend.remote.stream import Answer
 from nanochat.engine.outputs import RequestOutput
 from nanochat.errors import EngineClosed, InvalidOption, ModelNotFound, NanochatError
 from tests.backend.fake_server import (
@@ -30,6 +35,10 @@ from tests.backend.fake_server import (
 )
 from tests.backend.turns import turn_of
 
+FIELDS = (
+    *("choices", "usage", "delta", "content", "reasoning_content", "reasoning", "finish_reason"),
+    *("prompt_tokens", "completion_tokens", "prompt_tokens_details", "cached_tokens"),
+)
 KEY = "sk-very-secret-123"
 
 
@@ -346,6 +355,32 @@ class TestHostileServers:
         assert output.metrics.prompt_tokens >= 0
         server.chat = [say("well")]
         assert answer(backend).text == "well"
+
+    @given(
+        st.lists(
+            st.recursive(
+                st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+                lambda inner: (
+                    st.lists(inner, max_size=3)
+                    | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=4).map(
+                        lambda fields: SimpleNamespace(**fields)
+                    )
+                ),
+                max_leaves=20,
+            ),
+            max_size=5,
+        )
+    )
+    def test_no_chunk_breaks_an_answer(self, chunks: list[Any]) -> None:
+        going = Answer(RemoteHandle(1, lambda _: None))
+        for chunk in chunks:
+            going.take(chunk)
+            going.row()
+        going.end()
+        output = going.handle.result(0)
+        output.text.encode()
+        assert "".join(event.text for event in going.handle.poll()) == output.text
+        assert 0 <= output.metrics.cached_tokens <= output.metrics.prompt_tokens
 
     def test_endless_answers_and_bodies_are_not_taken(
         self, server: FakeServer, backend: RemoteBackend, monkeypatch: pytest.MonkeyPatch

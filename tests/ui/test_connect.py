@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,6 +216,7 @@ async def test_the_panel_shows_the_servers_figures_also_while_idle(
         await driver.until_seen("28,350 / 54,000")
         await driver.until_seen("Prefix hits  73 %")
         await driver.until_seen("41 running · 3 queued")
+        await driver.until_seen("figures of the whole server")
         server.metrics = recorded("sglang_ranks")
         await driver.until_seen("10,000 / 20,000")
         await driver.until_seen("KV tokens")
@@ -224,6 +227,7 @@ async def test_without_a_page_the_panel_shows_what_is_measured_here(server: Fake
         await driver.ask("Hi")
         await driver.until_seen("KV cache")
         screen = driver.screen_text()
+        assert "your own; the server tells none" in screen
         assert "Prefix hits  —" in screen
         assert "Preempted  —" in screen
         line = next(line for line in screen.split("\n") if "TTFT p50" in line)
@@ -242,6 +246,19 @@ async def test_a_start_without_a_server_can_be_tried_again(server: FakeServer) -
         await driver.say("/model")
         await driver.until_ready()
         assert await driver.ask("Hello?") == "Hello there."
+
+
+async def test_leaving_while_a_server_says_nothing_takes_no_time(server: FakeServer) -> None:
+    """The app is left while it connects; see ``started`` for how its threads must end."""
+    silent = socket.create_server(("127.0.0.1", 0))
+    config = RemoteConfig(url=f"http://127.0.0.1:{silent.getsockname()[1]}")
+    async with started(config, hold=True) as driver:
+        driver.load()
+        await driver.until_seen("Connecting to 127.0.0.1")
+        start_s = time.monotonic()
+        assert driver.app.close_engine()
+    assert time.monotonic() - start_s < 5
+    silent.close()
 
 
 async def test_another_of_the_servers_models(server: FakeServer) -> None:

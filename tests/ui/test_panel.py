@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -84,6 +85,15 @@ def test_many_chats_leave_room_for_the_rest() -> None:
 @given(st.integers(0, 200))
 def test_one_line_fits_any_width(width: int) -> None:
     assert cell_len(one_line(snapshot(), History(), width).plain) <= width
+
+
+def test_preemptions_of_before_do_not_flash() -> None:
+    history = History()
+    for told in (7, None, 7):
+        history.record(replace(stats(), preemptions=told))
+        assert history.flash == 0
+    history.record(stats(preemptions=8))
+    assert history.flash == FLASH
 
 
 def test_a_preemption_flashes_for_a_while() -> None:

@@ -30,6 +30,8 @@ from nanochat.engine.progress import Progress, ProgressCallback, ignore_progress
 from nanochat.engine.stats import BlockMap
 from nanochat.errors import EngineClosed, NanochatError
 
+THEIRS = "figures of the whole server"
+OURS = "your own; the server tells none"
 METRICS_INTERVAL_S = 1.0
 LOOK_AGAIN_S = 30.0
 """Where there was no page of metrics, it is looked for so much later."""
@@ -111,10 +113,12 @@ class RemoteBackend:
             self._shown_s = now_s
         with self._lock:
             rows = tuple(answer.row() for answer in self._answers.values() if not answer.handle.done)
-        told, own = self._monitor.figures(now_s) or BackendStats(), self._own.figures(now_s)
         begun = sum(row.state == "decode" for row in rows)
-        own = replace(own, running=begun, waiting=len(rows) - begun, requests=rows)
-        return completed(told, own)
+        own = replace(
+            self._own.figures(now_s), running=begun, waiting=len(rows) - begun, requests=rows, source=OURS
+        )
+        told = self._monitor.figures(now_s)
+        return own if told is None else completed(replace(told, source=THEIRS), own)
 
     def block_map(self) -> BlockMap | None:
         """A server doesn't tell."""
@@ -263,12 +267,12 @@ class RemoteBackend:
             response = await self._http.get(self._config.metrics_url, timeout=METRICS_TIMEOUT_S)
         except (httpx2.HTTPError, TooMuch):
             return True  # it may be starting
-        if response.status_code in (404, 405):
-            return False
-        page = read_page(response.text, self._model.id) if response.status_code == 200 else None
+        if response.status_code != 200:
+            return response.status_code >= 500  # it may be starting; else it has none, or none for us
+        page = read_page(response.text, self._model.id)
         if page is not None:
             self._monitor.feed(page, time.monotonic())
-        return page is not None or response.status_code != 200
+        return page is not None
 
     # The loop and its thread
 

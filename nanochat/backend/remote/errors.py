@@ -11,7 +11,7 @@ import openai
 
 from nanochat.backend.dropping import drop_offer
 from nanochat.backend.interface import Refused, Turn
-from nanochat.backend.remote.client import CONNECT_TIMEOUT_S, SILENCE_TIMEOUT_S, TooMuch
+from nanochat.backend.remote.client import SILENCE_TIMEOUT_S, TooMuch
 from nanochat.backend.remote.config import RemoteConfig
 from nanochat.errors import NanochatError, reason_of
 from nanochat.sanitize import sanitize_line
@@ -57,12 +57,7 @@ class Explainer:
         if isinstance(error, openai.APIStatusError):
             return self._status(error.status_code, message_of(error), error)
         if isinstance(error, openai.APITimeoutError) or isinstance(error.__cause__, httpx2.TimeoutException):
-            waited = (
-                CONNECT_TIMEOUT_S if isinstance(error.__cause__, httpx2.ConnectTimeout) else SILENCE_TIMEOUT_S
-            )
-            return (
-                f"{self.place} has not answered for {waited:.0f} seconds; is it busy, or the address wrong?"
-            )
+            return f"{self.place} did not answer in time; is it busy, or the address wrong?"
         if isinstance(error, openai.APIConnectionError):
             return self._connection(error.__cause__ or error)
         if isinstance(error, httpx2.HTTPError):

@@ -11,6 +11,7 @@ import openai
 from nanochat.backend.remote.errors import Explainer
 from nanochat.errors import ModelNotFound
 
+LIST_TIMEOUT_S = 20.0
 MAX_MODELS = 1_000
 MAX_NAMED = 8
 """Models named in a message."""
@@ -29,7 +30,7 @@ class ServedModel:
 
 async def served_models(client: openai.AsyncOpenAI) -> list[ServedModel]:
     """What the server lists. Errors are the client's."""
-    page = await client.models.list()
+    page = await client.with_options(timeout=LIST_TIMEOUT_S).models.list()
     entries = getattr(page, "data", None)
     if not isinstance(entries, list):
         raise ValueError("the list of models is none")
