@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,20 @@ def test_failures_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
             error = capsys.readouterr().err
             assert said in error
             assert error.count("\n") == 1
+
+
+def test_a_client_loads_no_engine() -> None:
+    """Neither PyTorch nor a tokenizer's library is imported for what another machine computes."""
+    program = (
+        "import sys; from nanochat.cli import main; status = main(sys.argv[1:]);"
+        "print([name for name in ('torch', 'transformers', 'tokenizers', 'numpy') if name in sys.modules], status)"
+    )
+    with fake_server() as server:
+        done = subprocess.run(
+            [sys.executable, "-c", program, "ask", "--connect", server.url, "Hi"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    assert done.stdout == "Hello there.\n[] 0\n"
+    assert done.stderr == ""

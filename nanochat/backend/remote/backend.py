@@ -64,6 +64,8 @@ class RemoteBackend:
         self._contexts: dict[int, int] = {}
         """Tokens of each chat after its last answer."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        """Of the answers, by request id; event loop only, as is the next."""
+        self._running: set[asyncio.Task[Any]] = set()
         self._monitor, self._own = Monitor(), OwnFigures()
         self._shown_s = 0.0
         self._is_closed = False
@@ -177,11 +179,13 @@ class RemoteBackend:
         task = self._loop.create_task(self._answer(answer, turn, request))
         request_id = answer.handle.request_id
         self._tasks[request_id] = task
+        self._running.add(task)
 
         def done(_: asyncio.Task[None]) -> None:
             if not answer.handle.done:  # it was cancelled before it had begun
                 answer.end("cancelled")
             self._tasks.pop(request_id, None)
+            self._running.discard(task)
             with self._lock:
                 self._answers.pop(request_id, None)
 
@@ -277,7 +281,16 @@ class RemoteBackend:
     # The loop and its thread
 
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Run it on the loop, from another thread."""
+        return asyncio.run_coroutine_threadsafe(self._tracked(coroutine), self._loop)
+
+    async def _tracked(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        task = asyncio.create_task(coroutine)
+        self._running.add(task)
+        try:
+            return await task
+        finally:
+            self._running.discard(task)
 
     def _run_loop(self) -> None:
         try:
@@ -287,10 +300,10 @@ class RemoteBackend:
             self._loop.close()
 
     async def _shut_down(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
+        for task in self._running:  # ours only: the libraries' own tasks end with them, in good order
             task.cancel()
-        await asyncio.wait(others, timeout=1.0) if others else None
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.wait(others, timeout=CLOSE_TIMEOUT_S / 2) if others else None
         await self._http.aclose()
         self._loop.stop()
 
