@@ -128,6 +128,11 @@ class SamplingParams:
     logprobs: int | None = None
     """Report the chosen token's log-probability and this many of the likeliest; None: none."""
 
+    @property
+    def is_plainly_greedy(self) -> bool:
+        """Whether the likeliest token is taken as the model has it, and nothing else is asked for."""
+        return self.temperature == 0 and self.repetition_penalty == 1 and self.logprobs is None
+
     def __post_init__(self) -> None:
         _require_number("temperature", self.temperature, 0, 100)
         _require_number("top_p", self.top_p, 0, 1)

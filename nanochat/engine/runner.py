@@ -24,7 +24,13 @@ from nanochat.engine.models.decoder import Decoder
 from nanochat.engine.outputs import TokenLogprobs
 from nanochat.engine.packing import HostCopies, host_buffer, upload
 from nanochat.engine.request import Request
-from nanochat.engine.sampler import SampledLogprobs, SampleOutput, SamplingBatch, sample_together
+from nanochat.engine.sampler import (
+    SampledLogprobs,
+    SampleOutput,
+    SamplingBatch,
+    sample,
+    sample_together,
+)
 from nanochat.engine.scheduler import ScheduledChunk, StepPlan
 from nanochat.engine.seats import Seats
 from nanochat.engine.step_graphs import StepGraphs
@@ -170,6 +176,8 @@ class Runner:
                 token_ids = self._graphs.run(shape, host)
             return LaunchedStep(plan, SampleOutput(token_ids, None), rows, check)
         step = self._pack(plan)
+        if self._programs is not None and self._programs.fits(step.batch):
+            return LaunchedStep(plan, self._run_program(self._programs, step, plan))
         with self._told(step):
             sampling = SamplingBatch.from_chunks(plan.sampling, self.decoder.device)
             output = self._run(step, sampling)
@@ -250,8 +258,6 @@ class Runner:
 
     def _run(self, step: PackedStep, sampling: SamplingBatch | None) -> SampleOutput | None:
         """Compute a step, and sample where it does; only the first rank needs to know how."""
-        if self._programs is not None and self._programs.fits(step.batch):
-            return self._run_program(self._programs, step, sampling)
         batch = upload_batch(step.batch, step.num_decodes, self.decoder.device)
         (seats,) = upload([step.seats], self.decoder.device)
         if step.has_pending_ids:
@@ -266,14 +272,16 @@ class Runner:
         self._last_ids.scatter_(0, seats, output.token_ids)
         return output
 
-    def _run_program(
-        self, programs: StepPrograms, step: PackedStep, sampling: SamplingBatch | None
-    ) -> SampleOutput:
+    def _run_program(self, programs: StepPrograms, step: PackedStep, plan: StepPlan) -> SampleOutput:
         last_ids, ids = self._last_ids.numpy(), step.batch.input_ids
         if step.has_pending_ids:
             pending = np.flatnonzero(ids < 0)  # which only decodes have, and they come first
             ids[pending] = last_ids[step.seats[pending]]
-        output = sample_together(programs.logits(step.batch), sampling, self.decoder.ranks)
+        logits, best = programs.run(step.batch)
+        if all(chunk.request.params.is_plainly_greedy for chunk in plan.sampling):
+            output = SampleOutput(best.clone(), None)
+        else:
+            output = sample(logits, SamplingBatch.from_chunks(plan.sampling, self.decoder.device))
         last_ids[step.seats] = output.token_ids.numpy()
         return output
 

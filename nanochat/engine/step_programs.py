@@ -15,6 +15,7 @@ from nanochat import kernels
 from nanochat.engine.batch import HostBatch
 from nanochat.engine.models.decoder import Decoder
 from nanochat.kernels.cache import AttentionBatch, LayerCache
+from nanochat.kernels.native import ops
 from nanochat.kernels.native.library import Library
 from nanochat.kernels.native.program import Arena, Counter, NotNative, Program
 
@@ -57,8 +58,11 @@ class StepPrograms:
         """Whether a step of these tokens, some of which sample, can be run."""
         return len(host.input_ids) <= MAX_TOKENS and len(host.sample_rows) > 0
 
-    def logits(self, host: HostBatch) -> torch.Tensor:
-        """``[S, vocab]`` float32 of the rows that sample, which the next run overwrites. K and V are stored."""
+    def run(self, host: HostBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the rows that sample, logits ``[S, vocab]`` float32 and the likeliest token ``[S]`` int64.
+
+        The next run overwrites them. K and V are stored.
+        """
         if host.context_lens.max() > self._longest:
             self._record(int(host.context_lens.max()))
         self._num_tokens.set(len(host.input_ids))
@@ -67,7 +71,8 @@ class StepPrograms:
         for buffer, values in zip(self._inputs, host, strict=True):
             buffer[tuple(map(slice, values.shape))] = values
         self._program.run()
-        return self._logits[: len(host.sample_rows)]
+        num_samples = len(host.sample_rows)
+        return self._logits[:num_samples], self._best[:num_samples]
 
     def _record(self, context_len: int) -> None:
         """Record for contexts up to this length or longer: as far as the rotary tables reach then."""
@@ -93,7 +98,7 @@ class StepPrograms:
             hidden = self._decoder.forward(ids, positions, slots, batch, self._caches)
             program.counter(hidden)
             self._logits = self._decoder.compute_logits(kernels.take_rows(hidden, sample_rows))
-            program.counter(self._logits)
+            self._best = ops.argmax(self._logits)
         logger.info("recorded a step of %d operations", len(program))
 
 

@@ -95,7 +95,7 @@ class TestLinear:
         wide8 = cpu_linear.dequantize_int8(cpu_linear.quantize_int8(weight))
         for make, wide in (
             (
-                lambda: linear.int4(quantized, bias, linear.plain(weight)),
+                lambda: linear.int4(linear.quantize_int4(weight), bias, linear.plain(weight)),
                 cpu_linear.dequantize_int4(quantized),
             ),
             (lambda: linear.int8(weight, bias, linear.plain(weight)), wide8),
@@ -132,9 +132,8 @@ class TestLinear:
 
     def test_a_row_does_not_depend_on_those_beside_it_or_on_the_threads(self) -> None:
         weight = weights(208, 256)
-        quantized = cpu_linear.quantize_int4(weight)
         kernels = [
-            linear.int4(quantized, None, linear.plain(weight)),
+            linear.int4(linear.quantize_int4(weight), None, linear.plain(weight)),
             linear.int8(weight, None, linear.plain(weight)),
         ]
         kernels += [linear.plain(weight), linear.plain(weight.bfloat16())]
@@ -157,10 +156,45 @@ class TestLinear:
             asked.append(x.shape[0])
             return x
 
-        kernel = linear.int4(cpu_linear.quantize_int4(weights(32, 32)), None, many)
+        kernel = linear.int4(linear.quantize_int4(weights(32, 32)), None, many)
         for rows in (linear.MAX_ROWS, linear.MAX_ROWS + 1):
             kernel(randn(rows, 32))
         assert asked == [linear.MAX_ROWS + 1]
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    def test_few_bits_are_those_of_pytorch(self, dtype: torch.dtype) -> None:
+        weight = weights(50, 96).to(dtype)
+        weight[7, 32:64] = 0.25
+        weight[9] = 0.0
+        ours, theirs = linear.quantize_int4(weight), cpu_linear.quantize_int4(weight)
+        assert ours.num_outputs == 50
+        assert ours.deviation == pytest.approx(theirs.deviation, abs=1e-4)
+        groups = ours.levels[:, :, :256].view(4, 3, 4, 16, 4)
+        halves = torch.stack((groups & 15, groups >> 4), dim=2)  # panel, group, half, quad, output, byte
+        levels = halves.permute(0, 4, 1, 2, 3, 5).reshape(64, 96)
+        pairs = ours.levels[:, :, 256:].contiguous().view(torch.bfloat16).view(4, 3, 16, 2).transpose(0, 1)
+        pairs = pairs.reshape(3, 64, 2)
+        assert not levels[50:].any()
+        wide = cpu_linear.dequantize_int4(cpu_linear.Int4Weight(levels[:50].int(), pairs[:, :50], 0.0))
+        # A number half way between two levels may go to either.
+        steps = (cpu_linear.dequantize_int4(theirs) - wide).abs() / (
+            theirs.scales_and_zeros[..., 0].float().abs().max()
+        )
+        assert float((steps > 0.02).float().mean()) < 0.02
+        packed, scales = ops.pack_int8(weight)
+        quantized = cpu_linear.quantize_int8(weight)
+        assert torch.equal(scales[:50], quantized.scales)
+        values = (packed.view(4, 3, 8, 16, 4).permute(0, 3, 1, 2, 4).reshape(64, 96) ^ 128).view(torch.int8)
+        assert torch.equal(values[:50], quantized.values)
+
+    def test_sixteen_levels_in_each_group_are_found(self) -> None:
+        wide = cpu_linear.dequantize_int4(cpu_linear.quantize_int4(weights(48, 64))).half().float()
+        found = linear.four_bit(wide)
+        assert found is not None
+        assert found.deviation < cpu_linear.EXACT_DEVIATION
+        assert linear.four_bit(weights(48, 64)) is None
+        wide[40, 3] += 0.4 * float(wide[40].abs().max())
+        assert linear.four_bit(wide) is None
 
     def test_zeros_and_rows_of_one_value(self) -> None:
         kernel = linear.int8(weights(16, 64), None, linear.plain(weights(16, 64)))
@@ -196,6 +230,18 @@ class TestRows:
         for kind in (None, torch.float32):
             expected = reference.take_rows(table, rows, scale=scale, dtype=kind)
             assert torch.equal(ops.take_rows(table, rows, scale=scale, dtype=kind), expected)
+
+    def test_largest_of_each_row(self) -> None:
+        nan, inf = float("nan"), float("inf")
+        x = randn(8, 203)
+        x[1, [5, 70]] = 9.0
+        x[2, [200, 202]] = 9.0
+        x[3, :100] = nan
+        x[4] = nan
+        x[5] = -inf
+        x[6, [17, 3]] = inf
+        expected = x.nan_to_num(nan=-inf, neginf=-inf, posinf=inf).max(-1).indices
+        assert torch.equal(on_threads(ops.argmax, x), expected)
 
     def test_what_is_not_native_is_refused(self) -> None:
         with pytest.raises(NotNative, match="float16"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -77,17 +78,18 @@ def _prepare(linear: Linear, weights: Weights, *, shared: bool = False) -> bool:
     """Returns whether few rows meet it in 4 bits now. ``shared``: the plain weight stays in memory anyway."""
     weight, bias = linear.weight, linear.bias
     is_native = weights != "fp32" and native_linear.can_take(weight)
+    compact: Any = native_linear if is_native else cpu_linear
     many: LinearKernel = (cpu_linear.plain if shared else cpu_linear.packed)(weight, bias)
     kernel = many
     quantized = None
     if weights == "auto":
-        quantized = cpu_linear.four_bit(weight)
+        quantized = compact.four_bit(weight)
     elif weights == "int4" and weight.shape[1] % cpu_linear.GROUP == 0:
-        quantized = cpu_linear.quantize_int4(weight)
+        quantized = compact.quantize_int4(weight)
     if quantized is not None:
-        kernel = (native_linear.int4 if is_native else cpu_linear.int4)(quantized, bias, many)
+        kernel = compact.int4(quantized, bias, many)
     elif weights == "int8":
-        kernel = (native_linear.int8 if is_native else cpu_linear.int8)(weight, bias, many)
+        kernel = compact.int8(weight, bias, many)
     elif is_native:
         kernel = native_linear.plain(weight, bias)
     linear.use(kernel, keep_weight=shared)

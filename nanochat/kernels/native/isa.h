@@ -5,6 +5,8 @@
 
 #include "linear.h"
 
+#include "pack.h"
+
 #include "attention.h"
 
 const Kernels KERNELS = {
@@ -20,5 +22,8 @@ const Kernels KERNELS = {
         [LINEAR_FLOAT] = run_linear_float,
         [ROPE_STORE] = run_rope_store,
         [ATTENTION] = run_attention,
+        [ARGMAX] = run_argmax,
+        [PACK_INT4] = run_pack_int4,
+        [PACK_INT8] = run_pack_int8,
     },
 };

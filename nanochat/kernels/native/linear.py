@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
-from nanochat.kernels.cpu_linear import GROUP, Int4Weight, LinearKernel, quantize_int8
+from nanochat.kernels.cpu_linear import EXACT_DEVIATION, GROUP, LinearKernel
 from nanochat.kernels.native import ops
 from nanochat.kernels.native.library import PANEL, find
 from nanochat.kernels.native.program import current_program
@@ -35,17 +37,38 @@ class NativeLinear:
         return (self._few if is_native else self._many)(x, dtype)
 
 
-def int4(weight: Int4Weight, bias: torch.Tensor | None, many: LinearKernel) -> LinearKernel:
+class PackedInt4(NamedTuple):
+    """What `cpu_linear.Int4Weight` holds, in the order of ``linear.h``."""
+
+    levels: torch.Tensor
+    """``[panels, K / 32, 320]`` uint8; outputs that fill up the last panel are 0."""
+    num_outputs: int
+    deviation: float
+
+
+def quantize_int4(weight: torch.Tensor) -> PackedInt4:
+    """`cpu_linear.quantize_int4`."""
+    levels, deviation = ops.pack_int4(weight)
+    return PackedInt4(levels, weight.shape[0], deviation)
+
+
+def four_bit(weight: torch.Tensor) -> PackedInt4 | None:
+    """`cpu_linear.four_bit`."""
+    if ops.pack_int4(weight[:PANEL])[1] > EXACT_DEVIATION:
+        return None
+    packed = quantize_int4(weight)
+    return packed if packed.deviation <= EXACT_DEVIATION else None
+
+
+def int4(weight: PackedInt4, bias: torch.Tensor | None, many: LinearKernel) -> LinearKernel:
     """Four bits a weight for few rows, ``many`` for more."""
-    packed, size = pack_int4(weight), weight.levels.shape[0]
-    return NativeLinear(lambda x, dtype=None: ops.linear_int4(x, packed, size, bias, dtype or x.dtype), many)
+    levels, size = weight.levels, weight.num_outputs
+    return NativeLinear(lambda x, dtype=None: ops.linear_int4(x, levels, size, bias, dtype or x.dtype), many)
 
 
 def int8(weight: torch.Tensor, bias: torch.Tensor | None, many: LinearKernel) -> LinearKernel:
     """Eight bits a weight for few rows, ``many`` for more."""
-    quantized, size = quantize_int8(weight), weight.shape[0]
-    packed = pack_int8(quantized.values)
-    scales = F.pad(quantized.scales, (0, -size % PANEL))
+    (packed, scales), size = ops.pack_int8(weight), weight.shape[0]
     return NativeLinear(
         lambda x, dtype=None: ops.linear_int8(x, packed, scales, size, bias, dtype or x.dtype), many
     )
@@ -59,25 +82,3 @@ def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearKerne
         return y if dtype is None else y.to(dtype)
 
     return NativeLinear(lambda x, dtype=None: ops.linear(x, weight, bias, dtype=dtype), many)
-
-
-def pack_int4(weight: Int4Weight) -> torch.Tensor:
-    """``[panels, K / 32, 320]`` uint8, in the order of ``linear.h``; outputs that fill up the last panel are 0."""
-    size, columns = weight.levels.shape
-    padding = -size % PANEL
-    levels = F.pad(weight.levels, (0, 0, 0, padding)).to(torch.uint8)
-    # Panel, output, group, half, quad, byte.
-    parts = levels.view(-1, PANEL, columns // GROUP, 2, 4, 4).permute(0, 2, 3, 4, 1, 5)
-    levels = (parts[:, :, 0] | parts[:, :, 1] << 4).flatten(2)
-    pairs = F.pad(weight.scales_and_zeros, (0, 0, 0, padding))
-    pairs = pairs.view(columns // GROUP, -1, PANEL, 2).transpose(0, 1).contiguous()
-    return torch.cat((levels, pairs.view(torch.uint8).flatten(2)), dim=2)
-
-
-def pack_int8(values: torch.Tensor) -> torch.Tensor:
-    """``[panels, K / 32, 512]`` uint8, likewise, of ``[N, K]`` int8."""
-    size, columns = values.shape
-    # Adding 128 turns the highest bit over.
-    shifted = F.pad(values, (0, 0, 0, -size % PANEL)).view(torch.uint8) ^ 128
-    parts = shifted.view(-1, PANEL, columns // GROUP, 8, 4).permute(0, 2, 3, 1, 4)
-    return parts.flatten(2).contiguous()

@@ -21,6 +21,9 @@ enum Kind {
     LINEAR_FLOAT,  /* the same of float32 or bfloat16 x, and w [n, k] of that type */
     ROPE_STORE,    /* y = rotated x; k, rotated, and v go to the cache; of an INT8 cache x and k are spread */
     ATTENTION,     /* y = causal attention of x to the cache */
+    ARGMAX,        /* y = place of the largest number of float32 x, the first of equals; NaN is the smallest */
+    PACK_INT4,     /* y = x [n, inner] in 4 bits; summed[panel] = how far a number is from its level, in steps */
+    PACK_INT8,     /* y = x [n, inner] in 8 bits; summed[output] = its scale */
     NUM_KINDS
 };
 

@@ -143,6 +143,45 @@ def quantize(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def argmax(x: torch.Tensor) -> torch.Tensor:
+    """Place of each row's largest number, of ``x [T, n]`` float32: ``[T]`` int64.
+
+    The first of equal ones. NaN counts as -inf, and a row with nothing above that gives 0.
+    """
+    if x.dtype != torch.float32 or x.stride(1) != 1:
+        raise NotNative("only rows of float32 are compared")
+    y = _result((x.shape[0],), torch.int64, x)
+    op = Op(kind=c.ARGMAX, n=x.shape[1], x_stride=x.stride(0), x=_address(x), y=_address(y))
+    _emit(op, [x], [])
+    return y
+
+
+def pack_int4(weight: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """``weight [N, K]`` as `cpu_linear.quantize_int4` has it, for `linear_int4`, and its ``deviation``."""
+    packed, deviations = _pack(c.PACK_INT4, weight, 320, 1)
+    return packed, float(deviations.max())
+
+
+def pack_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``weight [N, K]`` as `cpu_linear.quantize_int8` has it, and its scales, for `linear_int8`."""
+    return _pack(c.PACK_INT8, weight, 512, c.PANEL)
+
+
+def _pack(
+    kind: int, weight: torch.Tensor, group_bytes: int, numbers: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[panels, K / 32, group_bytes]`` uint8, and ``numbers`` float32 for each panel."""
+    size, columns = weight.shape
+    panels = -(-size // c.PANEL)
+    packed = torch.empty(panels, columns // c.GROUP, group_bytes, dtype=torch.uint8)
+    results = torch.empty(panels * numbers)
+    op = Op(kind=kind, x_type=_type(weight), n=size, inner=columns)
+    op.x, op.y, op.summed = _address(weight), _address(packed), _address(results)
+    _whole(weight)
+    _emit(op, [weight], [])
+    return packed, results
+
+
 def linear_int4(
     x: torch.Tensor, packed: torch.Tensor, num_outputs: int, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:

@@ -62,6 +62,10 @@ static int64_t units_of(const Op *op, int64_t *cost) {
     case LINEAR_FLOAT:
         *cost = (int64_t)PANEL * op->inner * (rows + 1) / 2;
         return rows ? (op->n + PANEL - 1) / PANEL : 0;
+    case PACK_INT4:
+    case PACK_INT8:
+        *cost = (int64_t)PANEL * op->inner * 8;
+        return (op->n + PANEL - 1) / PANEL;
     case ATTENTION:
         *cost = SMALLEST_PART / 2;
         return rows * op->kv_heads;
