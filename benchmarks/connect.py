@@ -242,7 +242,11 @@ def main() -> int:
         print(f"{play.problem}\nThe server's log: {log}", file=sys.stderr)
         return 1
     if args.json is not None:
-        about = describe_machine("openai", "textual", *([] if args.command else ["llama-cpp-python"]))
+        about = describe_machine("openai", "textual")
+        if not args.command:
+            import llama_cpp
+
+            about["llama-cpp-python"] = llama_cpp.__version__
         shown = [Path(part).name if "/" in part else part for part in command if part != NO_REPACK]
         args.json.write_text(
             json.dumps({"machine": about, "server": shown, "seen": play.seen}, indent=2) + "\n"

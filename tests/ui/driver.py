@@ -81,7 +81,9 @@ class Driver:
 
     async def ask(self, text: str) -> str:
         """Send a text and wait for the whole answer."""
+        chat, before = self.chat, len(list(self.chat.messages()))
         await self.say(text)
+        await self.until(lambda: len(list(chat.messages())) > before)  # a busy machine takes its time
         await self.until_idle()
         return self.answer_text()
 
