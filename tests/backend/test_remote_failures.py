@@ -91,7 +91,10 @@ class TestFailures:
         error = refusal(backend)
         assert isinstance(error, Refused)
         assert error.offer is None
-        assert "/drop 1" in str(error)
+        server.chat = [refuse(400, {"error": {"message": "Too many tokens for the context window."}})]
+        error = refusal(backend, "One", "two", "three")
+        assert isinstance(error, Refused)
+        assert str(error).endswith("/drop 1 leaves out the oldest turn.")
 
     def test_a_connection_lost_in_mid_answer_keeps_what_came(
         self, server: FakeServer, backend: RemoteBackend

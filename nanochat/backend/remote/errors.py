@@ -78,7 +78,7 @@ class Explainer:
             what = f"{self.place} has failed in mid-answer: {self.words(message_of(error), 160)}"
         else:
             what = f"The connection to {self.place} broke in mid-answer"
-        return f"{what}. What had come stays; /again asks anew."
+        return f"{what}. What had come of it stays."
 
     def refusal(
         self, error: openai.APIError, turn: Turn, num_characters: int, limit: int | None
@@ -97,9 +97,8 @@ class Explainer:
         offer = None
         if limit and tokens and num_characters:
             offer = _offer(turn, limit, tokens, num_characters)
-        hint = (
-            "" if offer is not None else " /drop 1 leaves out the oldest turn; /set max_tokens asks for less."
-        )
+        could_drop = offer is None and len(turn.messages) > 1
+        hint = " /drop 1 leaves out the oldest turn." if could_drop else ""
         return Refused(f"{self.place} finds the prompt too long: {self.words(said)}.{hint}", offer)
 
     def _status(self, status: int, said: str, error: openai.APIStatusError) -> str:
@@ -115,7 +114,7 @@ class Explainer:
         if status == 403:
             return f"{place} forbids this (403){words}."
         if status == 404 and "model" in said.lower():
-            return f"{place} does not have this model (404){words}. /model NAME chooses another."
+            return f"{place} does not have this model (404){words}; choose another."
         if status == 404:
             return f"{place} has nothing at {self._config.base_url} (404); is the path of the address right?"
         if status == 429:
