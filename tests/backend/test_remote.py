@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,13 +212,16 @@ class TestKeys:
         opened.close()
 
     def test_nothing_else_of_the_environment_is_sent(
-        self, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+        self, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
             monkeypatch.setenv(name, "leak")
         monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "X-Custom: leak")
         monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/leak")
-        monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+            monkeypatch.setenv(name, "http://127.0.0.1:1")
+        (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password leak\n")
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
         opened = connect(server)
         answer(opened)
         opened.close()

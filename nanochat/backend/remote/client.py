@@ -75,10 +75,9 @@ class _Bounded(httpx2.AsyncByteStream):
 
 def make_http(config: RemoteConfig, key: str | None) -> GuardedClient:
     """The connections, for one event loop."""
-    # A proxy from the environment can't reach a server on this machine.
-    return GuardedClient(
-        key, timeout=_TIMEOUT, limits=_LIMITS, trust_env=not config.is_on_this_machine, follow_redirects=False
-    )
+    # A proxy from the environment can't reach a server on this machine; certificates from there count.
+    direct = {"http://": None, "https://": None} if config.is_on_this_machine else None
+    return GuardedClient(key, timeout=_TIMEOUT, limits=_LIMITS, mounts=direct, follow_redirects=False)
 
 
 def make_client(config: RemoteConfig, http: GuardedClient) -> openai.AsyncOpenAI:
