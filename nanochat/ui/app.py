@@ -52,7 +52,7 @@ QUIT_WINDOW_S = 2.0
 LOAD_WAIT_S = 0.3
 """On leaving while the model loads, the loader is given this long to notice."""
 CLOSE_WAIT_S = 1.0
-"""On leaving, the engine's step in progress is waited for this long."""
+"""On leaving, the backend is waited for this long."""
 
 
 class NanochatApp(App[None]):

@@ -1,6 +1,6 @@
 """What comes from the backend: the model as it loads, answers as they come, and what they cost.
 
-The app hands over the bridge to the engine once the model is loaded; prompts sent earlier wait for that.
+The app hands over the bridge to it once the model is loaded or the server found; prompts sent earlier wait for that.
 What the user can do lies in :mod:`nanochat.ui.main_screen`.
 """
 
@@ -78,7 +78,7 @@ class ChatScreen(PaneScreen):
         self._header.show(state, "")
 
     def fail(self, error: str) -> None:
-        """There will be no engine: give back what waits for it."""
+        """There will be no model: give back what waits for it."""
         self.show_load(LoadState(error=error))
         for chat in self.workspace.busy:
             self.withdraw(chat)
@@ -113,7 +113,7 @@ class ChatScreen(PaneScreen):
         self.show_tabs()
 
     def start(self, bridge: Bridge) -> None:
-        """The engine is there: send what waits for it."""
+        """The backend is there: send what waits for it."""
         self.bridge = bridge
         about = bridge.backend.about
         self.archive.model = about.model
@@ -229,7 +229,7 @@ class ChatScreen(PaneScreen):
                 "warning",
             )
 
-    # What the engine is doing
+    # What the backend is doing
 
     def _poll(self) -> None:
         if self.bridge is None:
@@ -245,7 +245,7 @@ class ChatScreen(PaneScreen):
             self.show_stats()
 
     def show_stats(self) -> None:
-        """Take the engine's statistics and bring tabs, footers, header and panel up to date."""
+        """Take the backend's statistics and bring tabs, footers, header and panel up to date."""
         bridge, workspace = self.bridge, self.workspace
         if bridge is None:
             self.show_tabs()
