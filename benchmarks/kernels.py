@@ -35,13 +35,16 @@ from benchmarks.kernel_harness import (
     time_us,
 )
 from benchmarks.machine import describe_machine
-from nanochat.kernels import attention_decode, gpu, reference, sampling
+from nanochat.kernels import attention_decode, attention_prefill, gpu, kv_convert, reference, sampling
 from nanochat.kernels.triton_utils import device_info, next_power_of_2
 from nanochat.kernels.tuning import DecodeConfig, decode_config
 
 SCALE = HEAD_DIM**-0.5
 DECODES = ((32, 4095), (64, 8191), (1, 32767), (8, 511), (1, 4095), (8, 4095), (64, 511))
-PREFILLS = ((8, 32, 32), (8, 128, 128), (8, 256, 256), (4, 2048, 2048), (1, 8192, 8192), (1, 512, 16_896))
+PREFILLS = (
+    *((8, 32, 32), (8, 128, 128), (8, 256, 256), (4, 2048, 2048), (1, 8192, 8192)),
+    *((1, 512, 16_896), (1, 64, 4064)),
+)
 SPLITS = [
     (rows, context)
     for rows in (1, 2, 4, 8, 16, 32, 64)
@@ -50,6 +53,11 @@ SPLITS = [
 ]
 TOKENS = 4096
 VOCABULARY = 151_936
+INT8_WAYS = {
+    "in_place": attention_prefill.prefill_in_place,
+    "converted": attention_prefill.prefill_converted,
+}
+"""How prefill reads an INT8 cache."""
 
 Figures = list[dict[str, Any]]
 
@@ -65,6 +73,17 @@ def prefill_cases(rows: int, queries: int, context: int, *, int8: bool) -> list[
     return [
         paged_case(rows, queries, context, int8=int8, decode=False)
         for _ in range(copies_beyond_l2(num_bytes))
+    ]
+
+
+def prefill_calls(cases: Sequence[Case], way: Callable[..., None]) -> list[Callable[[], object]]:
+    """In one of `INT8_WAYS`."""
+    outs = [torch.empty_like(case.q) for case in cases]
+    return [
+        lambda case=case, out=out: way(
+            case.q, case.cache, case.batch, out, scale=SCALE, window=0, softcap=0.0
+        )
+        for case, out in zip(cases, outs, strict=True)
     ]
 
 
@@ -84,6 +103,10 @@ def correctness() -> Figures:
             figure = {"rows": rows, "queries": queries, "context": context, "int8": int8}
             out = gpu.attention(case.q, case.cache, case.batch, scale=SCALE)
             figure["error"] = relative_error(out, exact)
+            if int8 and queries > 1:
+                for name, way in INT8_WAYS.items():
+                    way(case.q, case.cache, case.batch, out, scale=SCALE, window=0, softcap=0.0)
+                    figure[f"{name}_error"] = relative_error(out, exact)
             if not int8 and queries in (1, context):
                 figure["sdpa_error"] = relative_error(sdpa(case), exact)
             figures.append(figure)
@@ -119,19 +142,33 @@ def decode(bandwidth: float) -> Figures:
 
 
 def prefill() -> Figures:
-    """Both cache types, and PyTorch's FlashAttention over the same K and V laid out contiguously."""
+    """Both cache types, and PyTorch's FlashAttention over the same K and V laid out contiguously.
+
+    INT8 as the rule chooses, in place, and converted first, the conversion included and by itself.
+    """
     figures = []
     for rows, queries, context in PREFILLS:
         figure: dict[str, Any] = {"rows": rows, "queries": queries, "context": context}
-        for name, int8 in (("bf16_us", False), ("int8_us", True)):
-            cases = prefill_cases(rows, queries, context, int8=int8)
-            figure[name] = time_us(attention_calls(cases), replays=8)
-            if not int8 and queries == context:
-                with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-                    calls = [lambda case=case: sdpa(case) for case in cases]
-                    figure["sdpa_flash_us"] = time_us(calls, replays=8)
-            del cases
-            torch.cuda.empty_cache()
+        cases = prefill_cases(rows, queries, context, int8=False)
+        figure["bf16_us"] = time_us(attention_calls(cases), replays=8)
+        if queries == context:
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+                calls = [lambda case=case: sdpa(case) for case in cases]
+                figure["sdpa_flash_us"] = time_us(calls, replays=8)
+        del cases
+        torch.cuda.empty_cache()
+        cases = prefill_cases(rows, queries, context, int8=True)
+        figure["int8_us"] = time_us(attention_calls(cases), replays=8)
+        for name, way in INT8_WAYS.items():
+            figure[f"int8_{name}_us"] = time_us(prefill_calls(cases, way), replays=8)
+        figure["conversion_us"] = time_us(
+            [
+                lambda case=case: kv_convert.convert_prefills(case.cache, case.batch, case.q.dtype, 0)
+                for case in cases
+            ]
+        )
+        del cases
+        torch.cuda.empty_cache()
         pairs = rows * (queries * (2 * context - queries + 1) / 2)
         figure["bf16_tflops"] = 4 * HEADS * HEAD_DIM * pairs / figure["bf16_us"] / 1e6
         figure["int8_ratio"] = figure["int8_us"] / figure["bf16_us"]

@@ -61,6 +61,7 @@ def upload_batch(host: HostBatch, num_decodes: int, device: torch.device) -> Ste
         query_starts=query_starts,
         max_query_len=int(np.diff(host.query_starts).max()),
         max_context_len=int(host.context_lens.max()),
+        max_prefill_context=int(host.context_lens[num_decodes:].sum()),
     )
     return StepBatch(
         input_ids=input_ids,

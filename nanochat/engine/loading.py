@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nanochat import kernels
 from nanochat.engine.block_pool import BlockPool
 from nanochat.engine.config import EngineConfig, Weights
 from nanochat.engine.device import choose_device, choose_dtype, free_cpu_bytes, is_out_of_memory
@@ -266,6 +267,8 @@ def _step_peak_bytes(
     caches = allocate_caches(model, num_blocks, config.block_size, kv_dtype, decoder.device)
     Runner(decoder, caches, max_num_seqs=config.max_num_seqs).warm_up(num_tokens, config.max_num_seqs)
     peak = torch.cuda.max_memory_allocated(decoder.device) - before
+    # Contexts as short as this step's are read in place.
+    peak += kernels.most_converted_bytes(caches[0], decoder.dtype, config.max_num_seqs)
     del caches
     torch.cuda.empty_cache()
     return int(peak)

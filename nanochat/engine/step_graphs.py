@@ -85,8 +85,12 @@ def _at_least(sizes: Sequence[int], needed: int) -> int:
 class Shapes:
     """The shapes that plans of an engine are fitted into."""
 
-    def __init__(self, max_num_seqs: int, max_num_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_num_tokens: int, max_model_len: int, converted_tokens: int
+    ) -> None:
+        """``converted_tokens``: how much context of a step's prefills is converted, if it is no more than that."""
         self._max_model_len = max_model_len
+        self._converted_tokens = converted_tokens
         self._decodes = decode_sizes(max_num_seqs)
         self._rows = row_sizes(max_num_seqs)
         self._tokens = token_sizes(min(max_num_tokens, MAX_PREFILL_TOKENS))
@@ -94,7 +98,7 @@ class Shapes:
     @property
     def largest(self) -> StepShape:
         rows = self._rows[-1]
-        return StepShape(rows, rows, self._tokens[-1], self._max_model_len)
+        return StepShape(rows, rows, self._tokens[-1], self._max_model_len, rows * self._max_model_len)
 
     def fit(self, plan: StepPlan) -> StepShape | None:
         """The smallest shape for a plan; None if it can't be replayed.
@@ -107,31 +111,38 @@ class Shapes:
                 return None
         num_decodes, num_prefills = len(plan.decodes), len(plan.prefills)
         if not num_prefills:
-            return StepShape(_at_least(self._decodes, num_decodes), 0, 0, self._max_model_len)
+            return StepShape(_at_least(self._decodes, num_decodes), 0, 0, self._max_model_len, 0)
         num_tokens = plan.num_tokens - num_decodes
         if num_tokens > self._tokens[-1]:
             return None
-        context = max(chunk.start + chunk.length for chunk in plan.prefills)
+        contexts = [chunk.start + chunk.length for chunk in plan.prefills]
+        rows, longest = _at_least(self._rows, num_prefills), self._context_class(max(contexts))
         return StepShape(
             _at_least(self._rows, num_decodes) if num_decodes else 0,
-            _at_least(self._rows, num_prefills),
+            rows,
             _at_least(self._tokens, num_tokens),
-            self._context_class(context),
+            longest,
+            self._prefill_context(rows, longest, sum(contexts)),
         )
 
     def common(self) -> list[StepShape]:
         """Those that most chats need."""
         decodes = [n for n in self._decodes if n <= RECORDED_DECODES]
         tokens = [n for n in self._tokens if n <= RECORDED_TOKENS]
-        context = self._context_class(1)
+        rows, longest = self._rows[0], self._context_class(1)
+        context = self._prefill_context(rows, longest, 1)
         return [
-            *(StepShape(n, 0, 0, self._max_model_len) for n in decodes),
-            *(StepShape(0, self._rows[0], n, context) for n in tokens),
+            *(StepShape(n, 0, 0, self._max_model_len, 0) for n in decodes),
+            *(StepShape(0, rows, n, longest, context) for n in tokens),
         ]
 
     def _context_class(self, context_len: int) -> int:
         short = min(SHORT_CONTEXT, self._max_model_len)
         return short if context_len <= short else self._max_model_len
+
+    def _prefill_context(self, rows: int, longest: int, needed: int) -> int:
+        most = rows * longest
+        return min(most, self._converted_tokens) if needed <= self._converted_tokens else most
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +167,8 @@ class StepGraphs:
         max_num_tokens: int,
         max_model_len: int,
     ) -> None:
-        self.shapes = Shapes(max_num_seqs, max_num_tokens, max_model_len)
+        converted_tokens = kernels.most_converted_tokens(caches[0], decoder.dtype)
+        self.shapes = Shapes(max_num_seqs, max_num_tokens, max_model_len, converted_tokens)
         self._decoder = decoder
         self._caches = caches
         self._block_size = caches[0].block_size
@@ -243,6 +255,7 @@ class StepGraphs:
             max_query_len=max(1, shape.prefill_tokens),
             max_context_len=shape.max_context_len,
             scratch=inputs.scratch,
+            max_prefill_context=shape.max_prefill_context,
         )
         hidden = self._decoder.forward(
             tokens.input_ids, tokens.positions, tokens.slots, attention, self._caches

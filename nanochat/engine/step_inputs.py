@@ -25,6 +25,9 @@ class StepShape(NamedTuple):
     prefill_rows: int
     prefill_tokens: int
     max_context_len: int
+    """Of a row that prefills, if any does."""
+    max_prefill_context: int
+    """Of all rows that prefill, added up."""
 
     @property
     def rows(self) -> int:

@@ -56,8 +56,8 @@ def decode(message: bytes) -> PackedStep | RecordedStep:
     buffer = bytearray(message)  # torch wants arrays that could be written to
     (kind,) = np.frombuffer(buffer, np.int64, 1)
     if kind == _RECORDED:
-        shape = StepShape(*np.frombuffer(buffer, np.int64, 4, 8).tolist())
-        return RecordedStep(shape, np.frombuffer(buffer, np.uint8, offset=40))
+        shape = StepShape(*np.frombuffer(buffer, np.int64, 5, 8).tolist())
+        return RecordedStep(shape, np.frombuffer(buffer, np.uint8, offset=48))
     num_decodes, pending, tokens, rows, width, samples = np.frombuffer(buffer, np.int64, 6, 8).tolist()
     sizes: list[tuple[int, ...]] = [*[(tokens,)] * 3, (rows, width), (rows,), (rows + 1,)]
     arrays, at = [], 56

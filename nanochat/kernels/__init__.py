@@ -32,6 +32,8 @@ __all__ = [
     "gelu_tanh_mul",
     "linear",
     "linear_add_norm",
+    "most_converted_bytes",
+    "most_converted_tokens",
     "prefill_attention",
     "rms_norm",
     "rope",
@@ -269,3 +271,16 @@ def prefill_attention(
     """`attention` of the tokens after the decodes alone: ``q [T, H, D]`` to ``[T - num_decodes, H, D]``."""
     checks.check_attention(q, cache, batch, window, softcap)
     return _backend(q).prefill_attention(q, cache, batch, scale=scale, window=window, softcap=softcap)
+
+
+def most_converted_tokens(cache: LayerCache, dtype: torch.dtype) -> int:
+    """Up to how much context of a step's prefill rows, added up, `attention` copies an INT8 cache to ``dtype``.
+
+    It does so once a layer, on GPUs where that is faster, for queries of that type; 0 where it never does.
+    """
+    return 0 if cache.k.device.type == "cpu" else _backend(cache.k).most_converted_tokens(cache, dtype)
+
+
+def most_converted_bytes(cache: LayerCache, dtype: torch.dtype, rows: int) -> int:
+    """What that copy takes at most, in a step of so many rows that prefill."""
+    return 0 if cache.k.device.type == "cpu" else _backend(cache.k).most_converted_bytes(cache, dtype, rows)

@@ -12,20 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from nanochat.kernels.attention_common import (
-    check_layout,
-    int8_to_float,
-    load_blocks,
-    score_scales,
-    slots_of,
-)
+from nanochat.kernels.attention_common import check_layout, int8_to_float, load_blocks, score_scales, slots_of
 from nanochat.kernels.cache import AttentionBatch, LayerCache
-from nanochat.kernels.triton_utils import (
-    INTERPRETED,
-    device_info,
-    next_power_of_2,
-    tanh,
-)
+from nanochat.kernels.kv_convert import convert_prefills, is_worth_converting
+from nanochat.kernels.triton_utils import INTERPRETED, dependent_launch, device_info, next_power_of_2, tanh
 from nanochat.kernels.tuning import PrefillConfig, prefill_config
 
 HOPPER_HEAD_DIMS = (64, 128)
@@ -46,18 +36,50 @@ def prefill_attention(
     """See `nanochat.kernels.prefill_attention`. ``out [T - num_decodes, H, D]``, if given, receives the result."""
     check_layout(q, cache, batch)
     q = q[batch.num_decodes :]
-    tokens, _, head_dim = q.shape
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if tokens == 0:
+    if q.shape[0] == 0:
         return out
-    info = device_info(q.device)
+    way = prefill_converted if is_worth_converting(q, cache, batch) else prefill_in_place
+    way(q, cache, batch, out, scale=scale, window=window, softcap=softcap)
+    return out
+
+
+def prefill_converted(
+    q: torch.Tensor,
+    cache: LayerCache,
+    batch: AttentionBatch,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> None:
+    """Launch for ``q [T - num_decodes, H, D]`` and an INT8 cache, which is converted first, without checks."""
+    copy, copy_batch = convert_prefills(cache, batch, q.dtype, window)
+    config, dependent = _config(q, copy, batch), dependent_launch(q.device)
+    launch_prefill(
+        q, copy, copy_batch, out, config, scale=scale, window=window, softcap=softcap, dependent=dependent
+    )
+
+
+def prefill_in_place(
+    q: torch.Tensor,
+    cache: LayerCache,
+    batch: AttentionBatch,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> None:
+    """Launch for ``q [T - num_decodes, H, D]``, whatever the cache's type, without checks."""
     if (
-        info.capability == 90
+        device_info(q.device).capability == 90
         and not INTERPRETED
         and cache.k_scale is not None
         and q.dtype != torch.float32
-        and head_dim in HOPPER_HEAD_DIMS
+        and q.shape[2] in HOPPER_HEAD_DIMS
         and batch.max_context_len > HOPPER_MIN_CONTEXT
         and window == 0
         and softcap == 0
@@ -65,16 +87,19 @@ def prefill_attention(
         from nanochat.kernels.attention_prefill_hopper import launch_prefill_int8
 
         launch_prefill_int8(q, cache, batch, out, scale=scale)
-        return out
-    config = prefill_config(
-        info.capability,
-        next_power_of_2(head_dim),
+        return
+    config = _config(q, cache, batch)
+    launch_prefill(q, cache, batch, out, config, scale=scale, window=window, softcap=softcap)
+
+
+def _config(q: torch.Tensor, cache: LayerCache, batch: AttentionBatch) -> PrefillConfig:
+    return prefill_config(
+        device_info(q.device).capability,
+        next_power_of_2(q.shape[2]),
         q.element_size(),
         cache.k.element_size(),
         batch.max_context_len,
     )
-    launch_prefill(q, cache, batch, out, config, scale=scale, window=window, softcap=softcap)
-    return out
 
 
 def launch_prefill(
@@ -87,8 +112,9 @@ def launch_prefill(
     scale: float,
     window: int,
     softcap: float,
+    dependent: bool = False,
 ) -> None:
-    """Launch for ``q [T - num_decodes, H, D]``, without checks."""
+    """Launch for ``q [T - num_decodes, H, D]``, without checks; ``dependent``: while the kernel before it ends."""
     first_row = batch.num_decodes
     tokens, heads, head_dim = q.shape
     rows = batch.num_rows - first_row
@@ -135,8 +161,10 @@ def launch_prefill(
         CAPPED=softcap > 0,
         NATIVE=not INTERPRETED,
         HAS_BF16=q.element_size() == 2 and device_info(q.device).capability >= 80 and not INTERPRETED,
+        DEPENDENT=dependent,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        launch_pdl=dependent,
     )
 
 
@@ -177,7 +205,10 @@ def _prefill_kernel(
     CAPPED: tl.constexpr,
     NATIVE: tl.constexpr,
     HAS_BF16: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
+    if DEPENDENT:  # the kernel after it waits: its programs would take places of this one's
+        tl.extra.cuda.gdc_wait()
     # The last tiles of a prompt see the most keys, so they start first.
     head = tl.program_id(0) % KV_HEADS
     tile = tl.num_programs(0) // KV_HEADS - 1 - tl.program_id(0) // KV_HEADS

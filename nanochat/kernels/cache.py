@@ -55,7 +55,16 @@ class AttentionBatch:
     max_context_len: int
     scratch: dict[Any, Any] = field(default_factory=dict)
     """What a kernel derives from this batch once and uses in every layer (index tensors, groupings)."""
+    max_prefill_context: int | None = None
+    """Upper bound of the prefill rows' context lengths, added up; None if that of each is all that's known."""
 
     @property
     def num_rows(self) -> int:
         return self.context_lens.shape[0]
+
+    @property
+    def prefill_context(self) -> int:
+        """What `max_prefill_context` says, or the other fields."""
+        if self.max_prefill_context is not None:
+            return self.max_prefill_context
+        return (self.num_rows - self.num_decodes) * self.max_context_len

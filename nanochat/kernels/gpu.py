@@ -9,6 +9,7 @@ from nanochat.kernels.attention_decode import decode_attention
 from nanochat.kernels.attention_prefill import prefill_attention
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.gpu_linear import linear, linear_add_norm, silu_linear
+from nanochat.kernels.kv_convert import most_converted_bytes, most_converted_tokens
 from nanochat.kernels.kv_store import store_kv
 from nanochat.kernels.norm_rope import rms_norm, rope
 from nanochat.kernels.reference import take_rows
@@ -22,6 +23,8 @@ __all__ = [
     "gelu_tanh_mul",
     "linear",
     "linear_add_norm",
+    "most_converted_bytes",
+    "most_converted_tokens",
     "prefill_attention",
     "rms_norm",
     "rope",

@@ -75,6 +75,27 @@ def prefill_config(capability: int, block_d: int, q_bytes: int, kv_bytes: int, c
     return PrefillConfig(64, 64, 4, 2) if context <= 512 else PrefillConfig(128, 32, 4, 2)
 
 
+MAX_KEY_TILE = 128
+"""All key tiles of the prefill kernel divide this."""
+CONVERTED_BYTES = 256 << 20
+"""Most memory for the converted K and V of a step's prefill rows."""
+
+
+def converted_tokens(capability: int, token_bytes: int) -> int:
+    """Of how much context of INT8 prefill rows there is a 16-bit copy in each layer, of ``token_bytes`` a token."""
+    return CONVERTED_BYTES // token_bytes if capability == 90 else 0
+
+
+def converts_prefill(capability: int, queries: int, context: int) -> bool:
+    """Whether that copy takes less time than it saves, for the tokens of all rows; ``context``: the longest row's.
+
+    In recorded steps both are upper bounds: ``context`` is then at least 4,096, or what a request can have.
+    """
+    if capability != 90:
+        return False
+    return queries >= (256 if context > 4096 else 1024) and context > 256
+
+
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
     """How a linear map of few rows is cut."""

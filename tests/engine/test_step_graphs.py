@@ -83,21 +83,27 @@ def chunk(length: int, start: int = 0, *, samples: bool = True, **params: Any) -
 
 
 class TestShapes:
-    shapes = Shapes(max_num_seqs=40, max_num_tokens=2048, max_model_len=20_000)
+    shapes = Shapes(max_num_seqs=40, max_num_tokens=2048, max_model_len=20_000, converted_tokens=50_000)
 
     def fit(self, decodes: list[ScheduledChunk], prefills: list[ScheduledChunk]) -> StepShape | None:
         return self.shapes.fit(StepPlan(1, tuple(decodes), tuple(prefills), ()))
 
     def test_are_the_smallest_that_fit(self) -> None:
         decode = chunk(1, 9)
-        assert self.fit([decode] * 3, []) == (4, 0, 0, 20_000)
-        assert self.fit([], [chunk(33)]) == (0, 8, 64, 4096)
-        assert self.fit([decode], [chunk(300), chunk(101)]) == (8, 8, 512, 4096)
-        assert self.fit([], [chunk(700)]) == (0, 8, 768, 4096)
-        assert self.fit([], [chunk(1025)]) == (0, 8, 1280, 4096)
-        assert self.fit([decode] * 9, [chunk(9)] * 33) == (32, 40, 384, 4096)
-        assert self.fit([], [chunk(2048, 3000)]) == (0, 8, 2048, 20_000)
+        assert self.fit([decode] * 3, []) == (4, 0, 0, 20_000, 0)
+        assert self.fit([], [chunk(33)]) == (0, 8, 64, 4096, 8 * 4096)
+        assert self.fit([decode], [chunk(300), chunk(101)]) == (8, 8, 512, 4096, 8 * 4096)
+        assert self.fit([], [chunk(700)]) == (0, 8, 768, 4096, 8 * 4096)
+        assert self.fit([], [chunk(1025)]) == (0, 8, 1280, 4096, 8 * 4096)
+        assert self.fit([decode] * 9, [chunk(9)] * 33) == (32, 40, 384, 4096, 50_000)
+        assert self.fit([], [chunk(2048, 3000)]) == (0, 8, 2048, 20_000, 50_000)
         assert self.fit([], [chunk(2049)]) is None
+
+    def test_have_room_for_a_copy_of_all_contexts_while_that_is_small(self) -> None:
+        assert self.fit([], [chunk(9, 9_991)] * 5) == (0, 8, 64, 20_000, 50_000)
+        assert self.fit([], [chunk(10, 9_991)] * 5) == (0, 8, 64, 20_000, 8 * 20_000)
+        without = Shapes(max_num_seqs=40, max_num_tokens=2048, max_model_len=20_000, converted_tokens=0)
+        assert without.fit(StepPlan(1, (), (chunk(33),), ())) == (0, 8, 64, 4096, 8 * 4096)
 
     def test_none_fits_a_penalty_or_logprobs(self) -> None:
         for params in ({"logprobs": 0}, {"repetition_penalty": 1.1}):

@@ -25,7 +25,7 @@ def test_packed_steps_arrive_as_they_were(seed: int) -> None:
 
 
 def test_recorded_steps_arrive_as_they_were() -> None:
-    step = RecordedStep(StepShape(4, 8, 32, 4096), np.arange(200, dtype=np.uint8))
+    step = RecordedStep(StepShape(4, 8, 32, 4096, 30_000), np.arange(200, dtype=np.uint8))
     copy = decode(encode(step))
     assert isinstance(copy, RecordedStep)
     assert copy.shape == step.shape

@@ -29,6 +29,7 @@ from nanochat.kernels import (
     attention_prefill,
     attention_prefill_hopper,
     gpu_linear,
+    kv_convert,
     kv_store,
     norm_rope,
     rope_and_store,
@@ -223,6 +224,40 @@ def test_prefill_attention(monkeypatch: pytest.MonkeyPatch, capability: int, dim
             "_prefill_int8_kernel" if gluon else "_prefill_kernel",
             lambda a=(q, cache, batch): attention_prefill.prefill_attention(*a, scale=1.0),
         )
+
+
+@pytest.mark.parametrize(("capability", "dim"), GPUS_AND_DIMS)
+@pytest.mark.parametrize("window", [0, pytest.param(64, marks=pytest.mark.slow)])
+def test_conversion_for_prefill(
+    monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, window: int
+) -> None:
+    q, cache, batch = attention_inputs(capability, dim, True, 2, 32, 1024)
+    check_launches(
+        monkeypatch,
+        capability,
+        kv_convert,
+        "_convert_kernel",
+        lambda: kv_convert.convert_prefills(cache, batch, q.dtype, window),
+    )
+
+
+@pytest.mark.parametrize("dim", [128, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (64, 80, 256))])
+def test_prefill_attention_after_conversion(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    """Only on Hopper, and under dependent launch."""
+    monkeypatch.setattr(attention_prefill, "dependent_launch", lambda device: True)
+    monkeypatch.setattr(kv_convert, "device_info", lambda device: DeviceInfo(90, NUM_SMS))
+    monkeypatch.setattr(kv_convert, "dependent_launch", lambda device: True)
+    monkeypatch.setattr(kv_convert, "_convert_kernel", Recorder(kv_convert._convert_kernel))
+    for queries, context in ((1024, 1024), (512, 8192)):
+        inputs = attention_inputs(90, dim, True, 2, queries, context)
+        check_launches(
+            monkeypatch,
+            90,
+            attention_prefill,
+            "_prefill_kernel",
+            lambda a=inputs: attention_prefill.prefill_attention(*a, scale=1.0),
+        )
+    assert len(kv_convert._convert_kernel.launches) == 2
 
 
 @pytest.mark.slow
