@@ -16,7 +16,7 @@ from nanochat.kernels.attention_common import check_layout, int8_to_float, load_
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.kv_convert import convert_prefills, is_worth_converting
 from nanochat.kernels.triton_utils import INTERPRETED, dependent_launch, device_info, next_power_of_2, tanh
-from nanochat.kernels.tuning import PrefillConfig, prefill_config
+from nanochat.kernels.tuning import PrefillConfig, prefill_config, prefill_int8_config
 
 HOPPER_HEAD_DIMS = (64, 128)
 HOPPER_MIN_CONTEXT = 64
@@ -86,7 +86,7 @@ def prefill_in_place(
     ):
         from nanochat.kernels.attention_prefill_hopper import launch_prefill_int8
 
-        launch_prefill_int8(q, cache, batch, out, scale=scale)
+        launch_prefill_int8(q, cache, batch, out, prefill_int8_config(batch.max_context_len), scale=scale)
         return
     config = _config(q, cache, batch)
     launch_prefill(q, cache, batch, out, config, scale=scale, window=window, softcap=softcap)

@@ -20,25 +20,32 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from nanochat.kernels.attention_common import score_scales
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.triton_utils import next_power_of_2
+from nanochat.kernels.tuning import PrefillConfig
 
 # Named differently before triton 3.7.
 _load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-_BLOCK_M = 128
-_BLOCK_N = 128
-
 
 def launch_prefill_int8(
-    q: torch.Tensor, cache: LayerCache, batch: AttentionBatch, out: torch.Tensor, *, scale: float
+    q: torch.Tensor,
+    cache: LayerCache,
+    batch: AttentionBatch,
+    out: torch.Tensor,
+    config: PrefillConfig,
+    *,
+    scale: float,
 ) -> None:
-    """Launch for 16-bit ``q [T - num_decodes, H, D]`` and an INT8 cache, without checks."""
+    """Launch for 16-bit ``q [T - num_decodes, H, D]`` and an INT8 cache, without checks.
+
+    ``config``: 16 query rows a warp, and as many keys as query rows; its stages are two in any case.
+    """
     tokens, heads, head_dim = q.shape
     first_row = batch.num_decodes
     rows = batch.num_rows - first_row
     kv_heads = cache.k.shape[2]
     group = heads // kv_heads
-    block_q = _BLOCK_M // group
+    block_q = config.block_m // group
     scale_stride = cache.k_scale.stride(1) if cache.k_scale is not None else 0
     _prefill_int8_kernel[((tokens // block_q + rows + 2) * kv_heads,)](
         q,
@@ -66,10 +73,11 @@ def launch_prefill_int8(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=cache.block_size,
         BLOCK_Q=block_q,
-        BLOCK_M=_BLOCK_M,
-        BLOCK_N=_BLOCK_N,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
         BLOCK_R=max(32, next_power_of_2(rows + 2)),
-        num_warps=8,
+        WARPS=config.num_warps,
+        num_warps=config.num_warps,
     )
 
 
@@ -103,14 +111,15 @@ def _prefill_int8_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_R: gl.constexpr,
+    WARPS: gl.constexpr,
 ) -> None:
-    VECTOR: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HEAD_DIM, 16])
+    VECTOR: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_DIM, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    BYTES: gl.constexpr = gl.BlockedLayout([1, 16], [512 // HEAD_DIM, HEAD_DIM // 16], [8, 1], [1, 0])
-    WORDS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [8, 1], [1, 0])
+    BYTES: gl.constexpr = gl.BlockedLayout([1, 16], [512 // HEAD_DIM, HEAD_DIM // 16], [WARPS, 1], [1, 0])
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     RAW: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 1, [1, 0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

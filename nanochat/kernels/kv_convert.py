@@ -190,7 +190,9 @@ def _convert_kernel(
         blocks = tl.load(table + positions // BLOCK_SIZE, mask=in_context, other=0)
         slots = blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
         # Eight values a thread: as many as 16 bytes of the copy hold, so that the two need no shuffle.
-        sources = tl.max_contiguous((slots * kv_stride_token + heads * kv_stride_head)[:, None] + dims, [1, 8])
+        sources = tl.max_contiguous(
+            (slots * kv_stride_token + heads * kv_stride_head)[:, None] + dims, [1, 8]
+        )
         scales = slots * scale_stride_token + heads
         k = tl.load(k_ptr + sources, mask=mask, other=0)
         v = tl.load(v_ptr + sources, mask=mask, other=0)

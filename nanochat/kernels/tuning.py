@@ -75,8 +75,13 @@ def prefill_config(capability: int, block_d: int, q_bytes: int, kv_bytes: int, c
     return PrefillConfig(64, 64, 4, 2) if context <= 512 else PrefillConfig(128, 32, 4, 2)
 
 
+def prefill_int8_config(context: int) -> PrefillConfig:
+    """For `attention_prefill_hopper`: two small programs a multiprocessor, or one large."""
+    return PrefillConfig(64, 64, 4, 2) if context <= 256 else PrefillConfig(128, 128, 8, 2)
+
+
 MAX_KEY_TILE = 128
-"""All key tiles of the prefill kernel divide this."""
+"""All key tiles of `prefill_config` divide this."""
 CONVERTED_BYTES = 256 << 20
 """Most memory for the converted K and V of a step's prefill rows."""
 

@@ -214,7 +214,7 @@ def test_decode_attention(monkeypatch: pytest.MonkeyPatch, capability: int, dim:
 def test_prefill_attention(monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, int8: bool) -> None:
     """Whichever of the two kernels is launched on this GPU for these heads; tiles depend on the context."""
     monkeypatch.setattr(attention_prefill, "device_info", lambda device: DeviceInfo(capability, NUM_SMS))
-    for context in {75: (32,), 90: (32, 1024, 8192)}.get(capability, (32, 8192)):
+    for context in {75: (32,), 90: (32, 256, 1024, 8192)}.get(capability, (32, 8192)):
         q, cache, batch = attention_inputs(capability, dim, int8, 2, 32, context)
         gluon = capability == 90 and int8 and dim in (64, 128) and context > 64
         check_launches(

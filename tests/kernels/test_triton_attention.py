@@ -119,9 +119,17 @@ def test_decode_however_it_is_split(int8: bool, num_programs: int) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="Gluon has no interpreter")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("dim", "heads", "kv_heads"), [(64, 3, 1), (128, 4, 2)])
-def test_long_int8_prefill(dtype: torch.dtype, dim: int, heads: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("longest", [200, 640])
+def test_long_int8_prefill(longest: int, dtype: torch.dtype, dim: int, heads: int, kv_heads: int) -> None:
     rows = [(1, 300), (257, 257), (5, 0), (128, 513), (3, 640), (130, 131)]
-    arguments = {"num_decodes": 1, "heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": 16}
+    rows = [row for row in rows if row[1] <= longest] + [(5, longest), (65, 128), (66, 191)]
+    arguments = {
+        "num_decodes": int(longest > 300),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "dim": dim,
+        "block_size": 16,
+    }
     check(make_case(rows, int8=True, dtype=dtype, **arguments), scale=dim**-0.5)
 
 

@@ -99,7 +99,7 @@ def batches(draw: st.DrawFn) -> dict:
 
 
 @given(batches(), st.sampled_from([0, 0, 1, 5, 40]), st.sampled_from([0.0, 0.0, 3.0]))
-@settings(max_examples=12 if INTERPRETED else 24, deadline=None, derandomize=True)
+@settings(max_examples=8 if INTERPRETED else 16, deadline=None, derandomize=True)
 def test_random_batches(arguments: dict, window: int, softcap: float) -> None:
     check(make_case(**arguments), window=window, softcap=softcap)
 
