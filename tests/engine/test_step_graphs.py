@@ -168,7 +168,7 @@ def test_blocks_past_a_steps_context_are_sent_by_a_later_step() -> None:
     sent = []
     for start, length in ((0, 4), (4, 1), (5, 4)):
         plan = StepPlan(0, (), (ScheduledChunk(request, start, length, samples=True),), ())
-        shape = StepShape(0, 1, length, MAX_MODEL_LEN)
+        shape = StepShape(0, 1, length, MAX_MODEL_LEN, MAX_MODEL_LEN)
         host, _ = pack_step(plan, shape, seats, BLOCK_SIZE, torch.device("cpu"))
         inputs = StepInputs(shape, host.clone())
         sent.append(inputs.rows.new_blocks.tolist())

@@ -7,6 +7,7 @@ must hold nearly everything: code tuned on a data-centre card is thus kept from 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -231,32 +232,21 @@ def test_prefill_attention(monkeypatch: pytest.MonkeyPatch, capability: int, dim
 def test_conversion_for_prefill(
     monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, window: int
 ) -> None:
-    q, cache, batch = attention_inputs(capability, dim, True, 2, 32, 1024)
-    check_launches(
-        monkeypatch,
-        capability,
-        kv_convert,
-        "_convert_kernel",
-        lambda: kv_convert.convert_prefills(cache, batch, q.dtype, window),
-    )
+    q, *cached = attention_inputs(capability, dim, True, 2, 32, 1024)
+    launch = functools.partial(kv_convert.convert_prefills, *cached, q.dtype, window)
+    check_launches(monkeypatch, capability, kv_convert, "_convert_kernel", launch)
 
 
 @pytest.mark.parametrize("dim", [128, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (64, 80, 256))])
 def test_prefill_attention_after_conversion(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
     """Only on Hopper, and under dependent launch."""
-    monkeypatch.setattr(attention_prefill, "dependent_launch", lambda device: True)
-    monkeypatch.setattr(kv_convert, "device_info", lambda device: DeviceInfo(90, NUM_SMS))
-    monkeypatch.setattr(kv_convert, "dependent_launch", lambda device: True)
+    for module in (attention_prefill, kv_convert):
+        monkeypatch.setattr(module, "device_info", lambda device: DeviceInfo(90, NUM_SMS))
+        monkeypatch.setattr(module, "dependent_launch", lambda device: True)
     monkeypatch.setattr(kv_convert, "_convert_kernel", Recorder(kv_convert._convert_kernel))
-    for queries, context in ((1024, 1024), (512, 8192)):
-        inputs = attention_inputs(90, dim, True, 2, queries, context)
-        check_launches(
-            monkeypatch,
-            90,
-            attention_prefill,
-            "_prefill_kernel",
-            lambda a=inputs: attention_prefill.prefill_attention(*a, scale=1.0),
-        )
+    for inputs in (attention_inputs(90, dim, True, 2, *sizes) for sizes in ((1024, 1024), (512, 8192))):
+        launch = functools.partial(attention_prefill.prefill_attention, *inputs, scale=1.0)
+        check_launches(monkeypatch, 90, attention_prefill, "_prefill_kernel", launch)
     assert len(kv_convert._convert_kernel.launches) == 2
 
 
