@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from nanochat.commands import ask, completion, config, demo, perplexity, serve, simulate
+from nanochat.commands import ask, bench, completion, config, demo, perplexity, serve, simulate
 from nanochat.commands.options import EARLY, add_connect_options, add_engine_options, backend_config
 from nanochat.errors import NanochatError, WrongUsage
 from nanochat.interrupts import STATUS, interruptible
@@ -87,6 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, module, summary in (
         ("ask", ask, "one answer on standard output"),
         ("serve", serve, "the engine for other programs, through the OpenAI API"),
+        ("bench", bench, "how quick this machine is with the model"),
         ("perplexity", perplexity, "how well the model predicts a text, and what INT8 KV changes"),
         ("simulate", simulate, "the scheduler alone, without a model"),
         ("demo", demo, "a picture of the app with many chats answering"),
