@@ -10,17 +10,17 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
 from nanochat.ui.actions import ACTIONS, MAX_JUMP, Action, dialog_binding, find
 from nanochat.ui.chrome import actions_of
+from nanochat.ui.dialog import Dialog
 
 MAX_COMMAND = 24
 """Cells of the help's column of commands; a longer one takes a line of its own."""
 
 
-class Confirm(ModalScreen[bool]):
+class Confirm(Dialog[bool]):
     """Asks a question; True if the user agrees."""
 
     BINDINGS: ClassVar = [
@@ -95,7 +95,7 @@ def _jump_label(actions: Sequence[Action]) -> str:
     return f"{first.key_label}–{last.key_label.split()[-1]}"
 
 
-class Help(ModalScreen[None]):
+class Help(Dialog[None]):
     """Keys and commands, from the actions table."""
 
     BINDINGS: ClassVar = [

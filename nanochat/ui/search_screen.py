@@ -12,7 +12,6 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
 from textual.message import Message
-from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -22,6 +21,7 @@ from nanochat.sanitize import sanitize_line
 from nanochat.ui import formatting as fmt
 from nanochat.ui.actions import dialog_binding, dialog_keys, find
 from nanochat.ui.chrome import actions_of
+from nanochat.ui.dialog import Dialog
 from nanochat.ui.line_input import LineInput
 
 LIMIT = 50
@@ -58,7 +58,7 @@ class Answered(Message):
     result: list[SearchHit] | HistoryError
 
 
-class SearchScreen(ModalScreen[Found | None]):
+class SearchScreen(Dialog[Found | None]):
     """Gives what the user has chosen; None if nothing."""
 
     BINDINGS: ClassVar = [

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual.app import ComposeResult
 from textual.containers import Horizontal, VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Button, Label, Select, Static
 
 from nanochat.engine.config import SamplingParams
@@ -16,6 +15,7 @@ from nanochat.errors import InvalidOption
 from nanochat.sanitize import sanitize_line
 from nanochat.ui.actions import dialog_binding, find
 from nanochat.ui.chrome import actions_of
+from nanochat.ui.dialog import Dialog
 from nanochat.ui.line_input import LineInput, TextInput
 from nanochat.ui.sampling_commands import HIDDEN, parse_value, setting_names, show_value
 
@@ -42,7 +42,7 @@ class ChatSettings:
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
-class SettingsDialog(ModalScreen[ChatSettings | None]):
+class SettingsDialog(Dialog[ChatSettings | None]):
     """Gives the new settings, or None when the user leaves without taking them."""
 
     BINDINGS: ClassVar = [

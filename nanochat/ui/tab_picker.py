@@ -13,11 +13,11 @@ from textual import events
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
 from nanochat.ui.actions import Action, dialog_binding, dialog_keys, find
 from nanochat.ui.chrome import actions_of
+from nanochat.ui.dialog import Dialog
 from nanochat.ui.line_input import LineInput
 
 FRAME_ROWS = 8
@@ -33,7 +33,7 @@ class PickedTab:
     is_to_be_renamed: bool = False
 
 
-class TabPicker(ModalScreen[PickedTab]):
+class TabPicker(Dialog[PickedTab]):
     """Gives a :class:`PickedTab`."""
 
     BINDINGS: ClassVar = [dialog_binding(action_id, "leave") for action_id in ("dialog_close", "goto")]
@@ -117,7 +117,7 @@ def picker_hint(actions: Sequence[Action]) -> str:
     return f"1–9 goes there · {up} {down} Enter too · {left} {right} moves it · {rename} renames"
 
 
-class TitleDialog(ModalScreen[str | None]):
+class TitleDialog(Dialog[str | None]):
     """Asks for a title; None if the user leaves it as it is."""
 
     BINDINGS: ClassVar = [dialog_binding("dialog_close", "leave", priority=True)]
