@@ -6,8 +6,11 @@ import inspect
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nanochat.engine.chat_template import ChatTemplate
+from nanochat.server import parsing
 from nanochat.server.errors import ApiError
 from nanochat.server.parsing import MAX_CHOICES, MAX_STOP_CHARACTERS, parse_chat, parse_text
 from nanochat.server.wire import from_json, to_json
@@ -172,3 +175,36 @@ def test_json_is_valid_whatever_a_text_holds() -> None:
     assert from_json(written) == {"a": text.replace("\ud83d", "?")}
     with pytest.raises(ValueError, match="float"):
         to_json(float("nan"))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+OPTIONS = st.dictionaries(
+    st.sampled_from(sorted(parsing._CHAT | parsing._TEXT | set(parsing._NEUTRAL) | parsing._REFUSED | {"x"})),
+    JSON,
+    max_size=6,
+)
+MESSAGES = st.lists(
+    st.dictionaries(
+        st.sampled_from(["role", "content", "name", "tool_calls"]), JSON | st.just("user"), max_size=4
+    )
+    | JSON,
+    max_size=3,
+)
+
+
+@given(st.booleans(), OPTIONS, MESSAGES | JSON)
+def test_any_body_is_a_job_or_an_error_in_words(is_chat: bool, options: dict[str, Any], prompt: Any) -> None:
+    body = {"model": "m"} | options | {"messages" if is_chat else "prompt": prompt}
+    refused: ApiError | None = None
+    try:
+        assert (parse_chat(body) if is_chat else parse_text(body)).num_choices >= 1
+    except ApiError as error:
+        refused = error
+    if refused is not None:
+        assert refused.status == 400
+        assert from_json(to_json(refused.body()))["error"]["message"].endswith(".")
+        assert len(refused.message) < 400
