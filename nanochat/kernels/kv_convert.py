@@ -160,6 +160,7 @@ def _convert_kernel(
     DEPENDENT: tl.constexpr,
 ) -> None:
     enter(DEPENDENT)
+    dtype: tl.constexpr = copy_k_ptr.dtype.element_ty
     rows = tl.arange(0, BLOCK_R)
     is_real = rows < num_rows
     lens = tl.load(context_lens_ptr + rows, mask=is_real, other=0)
@@ -201,7 +202,6 @@ def _convert_kernel(
 
         copy_slots = first_block.to(tl.int64) * COPY_BLOCK_SIZE + positions
         targets = ((copy_slots * KV_HEADS + heads) * HEAD_DIM)[:, None] + dims
-        dtype: tl.constexpr = copy_k_ptr.dtype.element_ty
         tl.store(copy_k_ptr + targets, _scaled(k, k_scale, dtype, NATIVE), mask=mask)
         tl.store(copy_v_ptr + targets, _scaled(v, v_scale, dtype, NATIVE), mask=mask)
         entries = positions // COPY_BLOCK_SIZE

@@ -99,7 +99,7 @@ def batches(draw: st.DrawFn) -> dict:
 
 
 @given(batches(), st.sampled_from([0, 0, 1, 5, 40]), st.sampled_from([0.0, 0.0, 3.0]))
-@settings(max_examples=8 if INTERPRETED else 16, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 def test_random_batches(arguments: dict, window: int, softcap: float) -> None:
     check(make_case(**arguments), window=window, softcap=softcap)
 
@@ -182,7 +182,11 @@ def test_one_graph_serves_every_length() -> None:
     shape = {"num_decodes": 1, "heads": 4, "kv_heads": 2, "dim": 128, "block_size": 16, "int8": True}
     lengths = [[(1, 9), (300, 300), (400, 401), (500, 0)], [(1, 1), (1000, 5000), (100, 100), (100, 7000)]]
     cases = [on_device(make_case(rows, dtype=torch.bfloat16, **shape)) for rows in lengths]
-    largest = cases[-1]
+    largest = on_device(cases[-1])
+    for part in (largest.batch, largest.cache):
+        for field in dataclasses.fields(part):
+            if isinstance(value := getattr(part, field.name), torch.Tensor):
+                setattr(part, field.name, value.clone())
     bounds = {"max_query_len": 1200, "max_context_len": 8192, "max_prefill_context": 20_000}
     batch = dataclasses.replace(largest.batch, scratch={}, **bounds)
     q, cache = torch.zeros_like(largest.q), largest.cache
