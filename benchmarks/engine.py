@@ -97,6 +97,10 @@ WORKLOADS: dict[str, Workload] = {
     "D1": Workload(1, (128, 128), (256, 256)),
     "D8": Workload(8, (128, 128), (256, 256)),
     "D32": Workload(32, (128, 128), (256, 256)),
+    "D4": Workload(4, (128, 128), (128, 128)),
+    "D32-8000": Workload(32, (8_000, 8_000), (64, 64)),
+    "P4-128": Workload(4, (128, 128), (1, 1)),
+    "P4-2048": Workload(4, (2_048, 2_048), (1, 1)),
     "P8": Workload(8, (2_048, 2_048), (1, 1)),
 }
 
@@ -280,6 +284,7 @@ def run(server: Server, workload: Workload, vocab_size: int, seed: int) -> dict[
         "output_tok_s": generated / wall_s,
         "ttft_ms": statistics.mean(each.ttft_s for each in served) * 1e3,
         "ttft_last_ms": last_ttft_s * 1e3,
+        "prefill_tok_s": sum(map(len, prompts)) / last_ttft_s,
         "decode_tok_s": (generated - len(served)) / max(wall_s - last_ttft_s, 1e-9),
         "preemptions": float(sum(each.preemptions for each in served)),
         **server.extras(),

@@ -27,7 +27,7 @@ from nanochat.kernels.attention_common import (
     unpack_int8_pairs,
 )
 from nanochat.kernels.attention_merge import merge_pieces
-from nanochat.kernels.attention_runs import next_run, run_at
+from nanochat.kernels.attention_runs import PLAN_WIDTH, next_run, plan_runs
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.triton_utils import (
     INTERPRETED,
@@ -114,8 +114,14 @@ def launch_decode(
     rows, heads, head_dim = q.shape
     kv_heads = cache.k.shape[2]
     qk_scale, cap = score_scales(scale, softcap)
-    early = config.early and dependent_launch(q.device)
-    _decode_kernel[(workspace.arrivals.shape[0],)](
+    int8, programs = cache.k_scale is not None, workspace.arrivals.shape[0]
+    key = (programs, kv_heads, config.block_n, config.min_tiles, window, int8)
+    plan = batch.plans.get(key)
+    # A kernel that starts early may read what older ones wrote, but not what the one before it writes.
+    early = plan is not None and config.early and dependent_launch(q.device)
+    if plan is None:
+        plan = batch.plans[key] = plan_runs(batch, programs, kv_heads, config, window=window, int8=int8)
+    _decode_kernel[(programs,)](
         q,
         cache.k,
         cache.v,
@@ -123,6 +129,7 @@ def launch_decode(
         cache.v_scale,
         batch.block_tables,
         batch.context_lens,
+        plan,
         out,
         workspace.partial_out,
         workspace.partial_lse,
@@ -135,7 +142,6 @@ def launch_decode(
         0 if cache.k_scale is None else cache.k_scale.stride(1),
         batch.block_tables.stride(0),
         rows,
-        config.min_tiles,
         window,
         qk_scale,
         cap,
@@ -145,8 +151,7 @@ def launch_decode(
         BLOCK_SIZE=cache.block_size,
         BLOCK_M=max(16, next_power_of_2(heads // kv_heads)),
         BLOCK_N=config.block_n,
-        BLOCK_D=max(32 if cache.k_scale is not None else 16, next_power_of_2(head_dim)),
-        BLOCK_R=max(64, next_power_of_2(rows)),
+        BLOCK_D=max(32 if int8 else 16, next_power_of_2(head_dim)),
         MERGE=config.merge,
         WINDOWED=window > 0,
         CAPPED=softcap > 0,
@@ -160,7 +165,7 @@ def launch_decode(
     )
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_rows", "min_tiles", "window"])
+@triton.jit(do_not_specialize=["table_stride", "num_rows", "window"])
 def _decode_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -169,6 +174,7 @@ def _decode_kernel(
     v_scale_ptr: tl.tensor | None,
     block_tables_ptr: tl.tensor,
     context_lens_ptr: tl.tensor,
+    plan_ptr: tl.tensor,
     out_ptr: tl.tensor,
     partial_out_ptr: tl.tensor,
     partial_lse_ptr: tl.tensor,
@@ -181,7 +187,6 @@ def _decode_kernel(
     scale_stride_token: int,
     table_stride: int,
     num_rows: int,
-    min_tiles: int,
     window: int,
     qk_scale: float,
     cap: float,
@@ -192,7 +197,6 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     MERGE: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -220,39 +224,20 @@ def _decode_kernel(
     if INT8:
         v_ptr = v_ptr.to(tl.pointer_type(tl.int16))
 
-    # Runs of tiles are laid end to end, by row and then by KV head; this program's share is [tile, stop).
-    rows = tl.arange(0, BLOCK_R)
-    lens = tl.load(context_lens_ptr + rows, mask=rows < num_rows, other=0)
-    tiles = tl.cdiv(lens, BLOCK_N)
+    # What this program's first run is and where its keys lie was there before the step's layers began.
+    plan = plan_ptr + program * PLAN_WIDTH
+    tile, stop = tl.load(plan), tl.load(plan + 1)
+    row, head, context_len = tl.load(plan + 2), tl.load(plan + 3), tl.load(plan + 4)
+    begin, share, whole = tl.load(plan + 5), tl.load(plan + 6), tl.load(plan + 7) != 0
+    first_tile = context_len * 0
     if WINDOWED:
-        tiles -= tl.maximum(lens - window, 0) // BLOCK_N
-    row_ends = tl.cumsum(tiles, 0) * KV_HEADS
-    total = tl.max(row_ends, 0)
-    share = tl.maximum(tl.cdiv(total, num_programs), min_tiles)
-    # A merge costs as much as some 128 keys, or 256 when most multiprocessors are busy copying anyway: where
-    # splitting spares the longest run no more than that, runs stay whole.
-    num_runs = tl.sum((tiles > 0).to(tl.int32), 0) * KV_HEADS
-    longest = tl.max(tiles, 0)
-    is_busy = (4 * num_runs >= num_programs) & (not INT8)
-    spared = longest - share
-    whole = (spared >= 0) & (spared < tl.where(is_busy, 256 // BLOCK_N, 128 // BLOCK_N))
-    if whole & (total == num_runs * longest):
-        share = longest  # equal runs: the first programs take one each, and so all multiprocessors have some
-    tile = tl.minimum(program * share, total)
-    stop = tl.minimum(tile + share, total)
-    if whole:
-        tile = next_run(tile, rows, tiles, row_ends, KV_HEADS)
-        stop = next_run(stop, rows, tiles, row_ends, KV_HEADS)
-
-    # What the first run is and where its keys lie was there before the step's layers began.
-    row, head, context_len, first_tile, run, begin = run_at(
-        tile, rows, row_ends, context_lens_ptr, num_rows, window, KV_HEADS, BLOCK_N, WINDOWED
-    )
+        first_tile = tl.maximum(context_len - window, 0) // BLOCK_N
     table = block_tables_ptr + row.to(tl.int64) * table_stride
     blocks = load_blocks(table, first_tile + begin, keys, context_len, BLOCK_N, BLOCK_SIZE)
     if EARLY:
         tl.extra.cuda.gdc_wait()  # for q, and for this step's K and V
     while tile < stop:
+        run = tl.cdiv(context_len, BLOCK_N) - first_tile
         end = tl.minimum(run, begin + stop - tile)
         heads = head * GROUP + members
         q_ptrs = q_ptr + row.to(tl.int64) * q_stride_row + heads[:, None] * q_stride_head + dims[None, :]
@@ -366,16 +351,17 @@ def _decode_kernel(
                 )
         tile += end - begin
         if tile < stop:
-            row, head, context_len, first_tile, run, begin = run_at(
-                tile, rows, row_ends, context_lens_ptr, num_rows, window, KV_HEADS, BLOCK_N, WINDOWED
-            )
+            row, head, context_len = next_run(row, head, context_len, context_lens_ptr, KV_HEADS)
+            begin = begin * 0
+            if WINDOWED:
+                first_tile = tl.maximum(context_len - window, 0) // BLOCK_N
             table = block_tables_ptr + row.to(tl.int64) * table_stride
             blocks = load_blocks(table, first_tile + begin, keys, context_len, BLOCK_N, BLOCK_SIZE)
 
     # Rows of no context have no tiles, so nobody above wrote them.
     row = program
     while row < num_rows:
-        if tl.sum(tl.where(rows == row, lens, 0), 0) == 0:
+        if tl.load(context_lens_ptr + row) == 0:
             for head in range(KV_HEADS):
                 out_row = out_ptr + row.to(tl.int64) * out_stride_row + head * GROUP * HEAD_DIM
                 zeros = tl.zeros([BLOCK_M, BLOCK_D // STEP], out_ptr.dtype.element_ty)

@@ -54,9 +54,14 @@ class AttentionBatch:
     max_query_len: int
     max_context_len: int
     scratch: dict[Any, Any] = field(default_factory=dict)
-    """What a kernel derives from this batch once and uses in every layer (index tensors, groupings)."""
+    """What a kernel derives from this batch once and uses in every layer (index tensors, groupings).
+
+    Recorded steps of a shape share one: nothing that depends on lengths may stay in it on a GPU.
+    """
     max_prefill_context: int | None = None
     """Upper bound of the prefill rows' context lengths, added up; None if that of each is all that's known."""
+    plans: dict[Any, torch.Tensor] = field(default_factory=dict)
+    """What a GPU works out from this batch's lengths once, on the device, and uses in every layer."""
 
     @property
     def num_rows(self) -> int:

@@ -29,6 +29,7 @@ from nanochat.kernels import (
     attention_decode,
     attention_prefill,
     attention_prefill_hopper,
+    attention_runs,
     gpu_linear,
     kv_convert,
     kv_store,
@@ -43,6 +44,7 @@ from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.normed import Normed
 from nanochat.kernels.rows import StepRows
 from nanochat.kernels.triton_utils import INTERPRETED, DeviceInfo
+from nanochat.kernels.tuning import DecodeConfig
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="under the interpreter nothing is compiled")
 
@@ -198,15 +200,30 @@ GPUS_AND_DIMS = [
 @pytest.mark.parametrize(("capability", "dim"), GPUS_AND_DIMS)
 @pytest.mark.parametrize("int8", [False, True])
 def test_decode_attention(monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, int8: bool) -> None:
+    monkeypatch.setattr(attention_decode, "plan_runs", lambda *_, **__: torch.zeros(1, dtype=torch.int32))
     # Some tile sizes depend on the number of rows.
     for rows in (2, 4, 40) if capability == 90 else (2,):
-        q, cache, batch = attention_inputs(capability, dim, int8, rows, 1, 100)
+        inputs = attention_inputs(capability, dim, int8, rows, 1, 100)
+
+        def two_layers(inputs: Any = inputs) -> None:
+            """The second finds the plan made, so that it may start early."""
+            for _ in range(2):
+                attention_decode.decode_attention(*inputs, scale=1.0)
+
+        check_launches(monkeypatch, capability, attention_decode, "_decode_kernel", two_layers)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_plan_of_decode_attention(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+    _, _, batch = attention_inputs(capability, 64, False, 300, 1, 100)
+    config = DecodeConfig(32, 4, 1, 4, 4, 16)
+    for window, int8 in ((0, False), (64, True)):
         check_launches(
             monkeypatch,
             capability,
-            attention_decode,
-            "_decode_kernel",
-            lambda a=(q, cache, batch): attention_decode.decode_attention(*a, scale=1.0),
+            attention_runs,
+            "_plan_kernel",
+            lambda w=window, i=int8: attention_runs.plan_runs(batch, 528, 8, config, window=w, int8=i),
         )
 
 
