@@ -76,8 +76,10 @@ def allocate_copy(
     """
     rows = batch.num_rows - batch.num_decodes
     _, _, kv_heads, head_dim = cache.k.shape
-    # Each row's last block may be partly filled.
-    shape = (batch.prefill_context // _BLOCK_SIZE + rows, _BLOCK_SIZE, kv_heads, head_dim)
+    # Few sizes, since the allocator keeps what it had for each. Every row's last block may be partly filled.
+    tokens = batch.prefill_context
+    tokens = max(tokens, min(next_power_of_2(tokens), most_converted_tokens(cache, dtype)))
+    shape = (tokens // _BLOCK_SIZE + rows, _BLOCK_SIZE, kv_heads, head_dim)
     k, v = (torch.empty(shape, dtype=dtype, device=cache.k.device) for _ in range(2))
     width = triton.cdiv(batch.max_context_len, _BLOCK_SIZE)
     tables = torch.empty((batch.num_rows, max(width, 1)), dtype=torch.int32, device=cache.k.device)
