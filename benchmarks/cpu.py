@@ -120,14 +120,20 @@ def beside_a_long_prompt(peer: Peer, seed: int) -> dict[str, float]:
     return {"w5_gap_ms": max(gaps) * 1e3, "w5_ttft_s": long_times[0] - long.submitted_s}
 
 
-def measure(peer: Peer, seed: int) -> dict[str, float]:
-    return {
-        "w1_tok_s": decode_rate(peer, 1, seed),
-        "w2_tok_s": decode_rate(peer, 8, seed + 100),
-        "w3_ttft_ms": sixth_turn_ms(peer, seed + 200),
-        "w4_tok_s": prefill_rate(peer, seed + 300),
-        **beside_a_long_prompt(peer, seed + 400),
-    }
+WORKLOADS: dict[str, Callable[[Peer, int], dict[str, float]]] = {
+    "w1": lambda peer, seed: {"w1_tok_s": decode_rate(peer, 1, seed)},
+    "w2": lambda peer, seed: {"w2_tok_s": decode_rate(peer, 8, seed + 100)},
+    "w3": lambda peer, seed: {"w3_ttft_ms": sixth_turn_ms(peer, seed + 200)},
+    "w4": lambda peer, seed: {"w4_tok_s": prefill_rate(peer, seed + 300)},
+    "w5": lambda peer, seed: beside_a_long_prompt(peer, seed + 400),
+}
+
+
+def measure(peer: Peer, seed: int, workloads: list[str]) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for workload in workloads:
+        figures |= WORKLOADS[workload](peer, seed)
+    return figures
 
 
 def make_peer(args: argparse.Namespace) -> Peer:
@@ -146,6 +152,8 @@ def compare(files: list[Path]) -> None:
     print("| workload | " + " | ".join([f"ratio to {name}" for name in names[1:]] + names) + " |")
     print("|---" * (2 * len(names)) + "|")
     for key, title in NAMES.items():
+        if any(key not in report["medians"] for report in reports):
+            continue
         figures = [report["medians"][key] for report in reports]
         ratios = [figures[0] / x if key in HIGHER_IS_BETTER else x / figures[0] for x in figures[1:]]
         cells = [f"{ratio:.2f}" for ratio in ratios] + [f"{x:,.4g}" for x in figures]
@@ -164,6 +172,7 @@ def main() -> None:
         "--no-repack", action="store_true", help="llama_cpp keeps weights in the file's order"
     )
     parser.add_argument("--threads", type=int, default=2, help="of the peers; nanochat chooses itself")
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--compare", type=Path, nargs="+", metavar="FILE")
@@ -174,7 +183,7 @@ def main() -> None:
     peer = make_peer(args)
     runs = []
     for seed in range(args.repeat + 1):
-        runs.append(measure(peer, seed))
+        runs.append(measure(peer, seed, args.workloads))
         print({key: round(value, 2) for key, value in runs[-1].items()}, flush=True)
     runs = runs[1:]
     pick: Callable[[str], list[float]] = lambda key: [run[key] for run in runs]  # noqa: E731

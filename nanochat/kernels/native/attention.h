@@ -118,7 +118,7 @@ static void run_rope_store(const Op *op, int64_t first, int64_t last) {
         rope_store(op, first, last, BFLOAT16);
 }
 
-enum { TILE = 64 };
+enum { TILE = 64, HEADS_AT_ONCE = 4, KEYS_AT_ONCE = 4 };
 
 /* The row whose queries token t is among; its number of rows if it is none's. */
 INLINE int64_t row_of(const Op *op, int64_t t) {
@@ -151,63 +151,109 @@ INLINE void weigh(float *scores, int count, float *most, float *total, float *su
         for (int i = 0; i < dim; i += LANES) store(sums, FLOAT32, i, load_floats(sums + i) * kept);
 }
 
+/* What a query sees of a tile: up to TILE slots of the cache, times the number of KV heads and the head. */
+typedef struct Tile {
+    int count;
+    int64_t slots[TILE];
+} Tile;
+
+/* scores[g][i] = q[g] . k[i], of `heads` heads, a constant; some beyond the tile's end are of no meaning. */
+INLINE void score(const Op *op, const Tile *tile, const float *q, float (*scores)[TILE], int heads, int type) {
+    const int dim = op->head_dim;
+    for (int i = 0; i < tile->count; i += KEYS_AT_ONCE) {
+        vf a[HEADS_AT_ONCE * KEYS_AT_ONCE] = {{0}};
+        int64_t from[KEYS_AT_ONCE];
+        for (int j = 0; j < KEYS_AT_ONCE; j++) /* the last key again where there is no other */
+            from[j] = tile->slots[i + j < tile->count ? i + j : tile->count - 1] * dim;
+        for (int d = 0; d < dim; d += LANES)
+            for (int j = 0; j < KEYS_AT_ONCE; j++) {
+                const vf k = load(op->k_cache, type, from[j] + d);
+                for (int g = 0; g < heads; g++) a[g * KEYS_AT_ONCE + j] += k * load_floats(q + g * dim + d);
+            }
+        const vf all = sums_of(a);
+        for (int g = 0; g < heads; g++) memcpy(scores[g] + i, (const float *)&all + g * KEYS_AT_ONCE, 4 * KEYS_AT_ONCE);
+    }
+    if (type == INT8)
+        for (int i = 0; i < tile->count; i++) {
+            const float unit = half_to_float(op->k_scale[tile->slots[i]]);
+            for (int g = 0; g < heads; g++) scores[g][i] *= unit;
+        }
+}
+
+/* sums[g] += weights[g][i] * v[i]. */
+INLINE void gather(const Op *op, const Tile *tile, float (*weights)[TILE], float *sums, int heads, int type) {
+    const int dim = op->head_dim;
+    if (type == INT8)
+        for (int i = 0; i < tile->count; i++) {
+            const float unit = half_to_float(op->v_scale[tile->slots[i]]);
+            for (int g = 0; g < heads; g++) weights[g][i] *= unit;
+        }
+    for (int d = 0; d < dim; d += LANES) {
+        vf a[HEADS_AT_ONCE];
+        for (int g = 0; g < heads; g++) a[g] = load_floats(sums + g * dim + d);
+        for (int i = 0; i < tile->count; i++) {
+            const vf v = load(op->v_cache, type, tile->slots[i] * dim + d);
+            for (int g = 0; g < heads; g++) a[g] += v * weights[g][i];
+        }
+        for (int g = 0; g < heads; g++) store(sums, FLOAT32, g * dim + d, a[g]);
+    }
+}
+
+/* Of `heads` query heads, a constant, over one tile. */
+INLINE void attend_tile(const Op *op, const Tile *tile, const float *q, float *sums, float *most, float *total,
+                        int heads, int type) {
+    float scores[HEADS_AT_ONCE][TILE] __attribute__((aligned(64)));
+    score(op, tile, q, scores, heads, type);
+    for (int g = 0; g < heads; g++) {
+        if (op->softcap > 0.0f)
+            for (int i = 0; i < tile->count; i++)
+                scores[g][i] = op->softcap * tanhf(scores[g][i] / op->softcap);
+        weigh(scores[g], tile->count, &most[g], &total[g], sums + g * op->head_dim, op->head_dim);
+    }
+    gather(op, tile, scores, sums, heads, type);
+}
+
 /* The query heads of KV head `head`, `group` of them, at token t. */
 INLINE void attend(const Op *op, int64_t t, int head, int group, int type) {
     const int dim = op->head_dim;
     float q[MAX_GROUP_HEADS * MAX_HEAD_DIM] __attribute__((aligned(64)));
     float sums[MAX_GROUP_HEADS * MAX_HEAD_DIM] __attribute__((aligned(64)));
-    float scores[MAX_GROUP_HEADS][TILE] __attribute__((aligned(64)));
     float most[MAX_GROUP_HEADS], total[MAX_GROUP_HEADS];
-    const int64_t row = row_of(op, t), at = t * op->heads * dim + (int64_t)head * group * dim;
+    const int64_t row = row_of(op, t), from = head * group * dim;
     const int64_t length = row < *op->batch_rows ? op->context_lens[row] : 0;
     memset(sums, 0, sizeof(float) * group * dim);
+    for (int g = 0; g < group; g++) most[g] = -INFINITY, total[g] = 0.0f;
     if (length > 0) {
         const int64_t end = length - (op->query_starts[row + 1] - 1 - t); /* what this query sees ends here */
         const int32_t *table = op->block_tables + row * op->table_width;
         for (int i = 0; i < group * dim; i += LANES)
-            store(q, FLOAT32, i, load(op->x, op->x_type, t * op->x_stride + head * group * dim + i) * op->scale);
-        for (int g = 0; g < group; g++) most[g] = -INFINITY, total[g] = 0.0f;
-        int64_t begin = op->window && end > op->window ? end - op->window : 0;
-        for (int64_t place = begin; place < end;) {
-            const int64_t offset = place % op->block_size;
-            int64_t slots[TILE];
-            int count = 0;
-            for (int64_t slot = (int64_t)table[place / op->block_size] * op->block_size + offset;
-                 count < TILE && place < end; count++, place++, slot++) {
-                if (count && place % op->block_size == 0)
-                    slot = (int64_t)table[place / op->block_size] * op->block_size;
-                slots[count] = slot * op->kv_heads + head;
-            }
-            for (int i = 0; i < count; i++) {
-                const float unit = type == INT8 ? half_to_float(op->k_scale[slots[i]]) : 1.0f;
-                vf k[MAX_HEAD_DIM / LANES];
-                for (int d = 0; d < dim / LANES; d++) k[d] = load(op->k_cache, type, slots[i] * dim + d * LANES);
-                for (int g = 0; g < group; g++) {
-                    vf a = {0};
-                    for (int d = 0; d < dim / LANES; d++) a += k[d] * load_floats(q + g * dim + d * LANES);
-                    scores[g][i] = sum(a) * unit;
+            store(q, FLOAT32, i, load(op->x, op->x_type, t * op->x_stride + from + i) * op->scale);
+        for (int64_t place = op->window && end > op->window ? end - op->window : 0; place < end;) {
+            Tile tile;
+            for (tile.count = 0; tile.count < TILE && place < end;) {
+                const int64_t offset = place % op->block_size;
+                int64_t slot = (table[place / op->block_size] * (int64_t)op->block_size + offset) * op->kv_heads + head;
+                for (int64_t i = offset; i < op->block_size && tile.count < TILE && place < end; i++, place++) {
+                    tile.slots[tile.count++] = slot;
+                    slot += op->kv_heads;
                 }
             }
-            for (int g = 0; g < group; g++) {
-                if (op->softcap > 0.0f)
-                    for (int i = 0; i < count; i++)
-                        scores[g][i] = op->softcap * tanhf(scores[g][i] / op->softcap);
-                weigh(scores[g], count, &most[g], &total[g], sums + g * dim, dim);
-            }
-            for (int i = 0; i < count; i++) {
-                const float unit = type == INT8 ? half_to_float(op->v_scale[slots[i]]) : 1.0f;
-                for (int d = 0; d < dim; d += LANES) {
-                    const vf v = load(op->v_cache, type, slots[i] * dim + d) * unit;
-                    for (int g = 0; g < group; g++)
-                        store(sums, FLOAT32, g * dim + d, load_floats(sums + g * dim + d) + v * scores[g][i]);
-                }
-            }
+            int g = 0;
+            for (; g + HEADS_AT_ONCE <= group; g += HEADS_AT_ONCE)
+                attend_tile(op, &tile, q + g * dim, sums + g * dim, most + g, total + g, HEADS_AT_ONCE, type);
+            if (group - g == 3)
+                attend_tile(op, &tile, q + g * dim, sums + g * dim, most + g, total + g, 3, type);
+            else if (group - g == 2)
+                attend_tile(op, &tile, q + g * dim, sums + g * dim, most + g, total + g, 2, type);
+            else if (group - g == 1)
+                attend_tile(op, &tile, q + g * dim, sums + g * dim, most + g, total + g, 1, type);
         }
-        for (int g = 0; g < group; g++)
-            for (int d = 0; d < dim; d += LANES)
-                store(sums, FLOAT32, g * dim + d, load_floats(sums + g * dim + d) / total[g]);
     }
-    for (int i = 0; i < group * dim; i += LANES) store(op->y, op->y_type, at + i, load_floats(sums + i));
+    for (int g = 0; g < group; g++)
+        for (int d = 0; d < dim; d += LANES) {
+            const vf x = load_floats(sums + g * dim + d);
+            store(op->y, op->y_type, (t * op->heads + head * group + g) * dim + d, length > 0 ? x / total[g] : x);
+        }
 }
 
 static void run_attention(const Op *op, int64_t first, int64_t last) {

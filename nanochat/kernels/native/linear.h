@@ -11,7 +11,7 @@
 enum { INT4_BYTES = 256 + 64, INT8_BYTES = 512 };
 
 #if defined(__AVX512VNNI__)
-enum { ROWS_AT_ONCE = 8, INT8_OFFSET = 128 };
+enum { ROWS_AT_ONCE = 8, IS_OFFSET = 1 };
 
 /* acc[i] + sum over four bytes of w (unsigned) times x's. */
 INLINE vi dot(vi acc, vu w, const int8_t *x) {
@@ -22,7 +22,7 @@ INLINE vi dot(vi acc, vu w, const int8_t *x) {
 INLINE vi dot_wide(vi acc, vu w, const int8_t *x) { return dot(acc, w, x); }
 
 #elif defined(__AVX2__)
-enum { ROWS_AT_ONCE = 4, INT8_OFFSET = 0 };
+enum { ROWS_AT_ONCE = 4, IS_OFFSET = 0 };
 
 typedef union Halves {
     vi all;
@@ -53,7 +53,7 @@ INLINE vi dot_wide(vi acc, vu w, const int8_t *x) {
 }
 
 #else
-enum { ROWS_AT_ONCE = 2, INT8_OFFSET = 128 };
+enum { ROWS_AT_ONCE = 2, IS_OFFSET = 1 };
 
 INLINE vi dot(vi acc, vu w, const int8_t *x) {
     acc += __builtin_convertvector(w & 255, vi) * x[0];
@@ -124,8 +124,8 @@ INLINE void panel_int8(const Op *op, int64_t panel, int64_t t, int count) {
         for (int r = 0; r < count; r++) {
             const int8_t *row = x + r * row_bytes;
             const float *scales = (const float *)(row + k);
-            const int32_t *sums = (const int32_t *)(scales + 2 * groups);
-            vi even = (vi){0} - INT8_OFFSET * sums[g], odd = {0};
+            const int32_t *offsets = (const int32_t *)(scales + 2 * groups);
+            vi even = (vi){0} + (IS_OFFSET ? offsets[g] : 0), odd = {0};
             for (int j = 0; j < 8; j += 2) {
                 even = dot_wide(even, quads[j], row + g * GROUP + 4 * j);
                 odd = dot_wide(odd, quads[j + 1], row + g * GROUP + 4 * j + 4);
@@ -137,17 +137,23 @@ INLINE void panel_int8(const Op *op, int64_t panel, int64_t t, int count) {
     for (int r = 0; r < count; r++) finish_panel(op, t + r, panel, acc[r] * scale);
 }
 
-#define FOR_ROWS(op, PANEL_OF)                                          \
-    for (int64_t panel = first; panel < last; panel++) {                \
-        const int64_t rows = *(op)->rows;                               \
-        int64_t t = 0;                                                  \
-        for (; t + ROWS_AT_ONCE <= rows; t += ROWS_AT_ONCE) PANEL_OF(op, panel, t, ROWS_AT_ONCE); \
-        for (; t + 2 <= rows; t += 2) PANEL_OF(op, panel, t, 2);        \
-        for (; t < rows; t++) PANEL_OF(op, panel, t, 1);                \
+/* Rows from `t` on. */
+#define FOR_ROWS(PANEL_OF, op, panel, t)                                                             \
+    {                                                                                                \
+        const int64_t rows = *(op)->rows;                                                            \
+        int64_t row = t;                                                                             \
+        for (; row + ROWS_AT_ONCE <= rows; row += ROWS_AT_ONCE) PANEL_OF(op, panel, row, ROWS_AT_ONCE); \
+        for (; row + 2 <= rows; row += 2) PANEL_OF(op, panel, row, 2);                               \
+        for (; row < rows; row++) PANEL_OF(op, panel, row, 1);                                       \
     }
 
-static void run_linear_int4(const Op *op, int64_t first, int64_t last) { FOR_ROWS(op, panel_int4) }
-static void run_linear_int8(const Op *op, int64_t first, int64_t last) { FOR_ROWS(op, panel_int8) }
+static void run_linear_int4(const Op *op, int64_t first, int64_t last) {
+    for (int64_t panel = first; panel < last; panel++) FOR_ROWS(panel_int4, op, panel, 0)
+}
+
+static void run_linear_int8(const Op *op, int64_t first, int64_t last) {
+    for (int64_t panel = first; panel < last; panel++) FOR_ROWS(panel_int8, op, panel, 0)
+}
 
 enum { OUTPUTS_AT_ONCE = 4, FLOAT_ROWS_AT_ONCE = 4 };
 

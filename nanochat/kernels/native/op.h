@@ -59,7 +59,7 @@ typedef struct Kernels {
     void (*run[NUM_KINDS])(const Op *op, int64_t first, int64_t last);
 } Kernels;
 
-/* A quantised row: k bytes, then for each group its scale (float), scale * sum (float) and sum (int32). */
+/* A quantised row: k bytes, then for each group its scale (float), scale * sum (float) and -128 * sum (int32). */
 static inline int64_t quantized_row_bytes(int64_t k) { return k + k / GROUP * 12; }
 
 extern const Kernels kernels_plain;

@@ -93,7 +93,7 @@ INLINE void quantize(const Op *op, int64_t first, int64_t last, int type) {
     for (int64_t t = first; t < last; t++) {
         int8_t *q = (int8_t *)op->y + t * row_bytes;
         float *scales = (float *)(q + k), *scaled_sums = scales + groups;
-        int32_t *sums = (int32_t *)(scaled_sums + groups);
+        int32_t *offsets = (int32_t *)(scaled_sums + groups);
         for (int64_t g = 0; g < groups; g++) {
             const int64_t from = t * op->x_stride + g * GROUP;
             vf a = load(op->x, type, from), b = load(op->x, type, from + LANES);
@@ -105,7 +105,7 @@ INLINE void quantize(const Op *op, int64_t first, int64_t last, int type) {
             memcpy(q + g * GROUP, &low, sizeof low);
             memcpy(q + g * GROUP + LANES, &high, sizeof high);
             const float total = sum(a + b);
-            scales[g] = scale, scaled_sums[g] = scale * total, sums[g] = (int32_t)total;
+            scales[g] = scale, scaled_sums[g] = scale * total, offsets[g] = -128 * (int32_t)total;
         }
     }
 }

@@ -38,6 +38,32 @@ INLINE float sum(vf x) {
 #endif
 }
 
+/* The sums of sixteen vectors. */
+INLINE vf sums_of(const vf *x) {
+#ifdef __AVX512F__
+    __m512 pairs[8], fours[4];
+    for (int i = 0; i < 8; i++)
+        pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps((__m512)x[2 * i], (__m512)x[2 * i + 1]),
+                                 _mm512_unpackhi_ps((__m512)x[2 * i], (__m512)x[2 * i + 1]));
+    for (int i = 0; i < 4; i++) {
+        const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+        fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                                 _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    for (int i = 0; i < 2; i++)
+        pairs[i] = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x88),
+                                 _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xdd));
+    return (vf)_mm512_add_ps(_mm512_shuffle_f32x4(pairs[0], pairs[1], 0x88),
+                             _mm512_shuffle_f32x4(pairs[0], pairs[1], 0xdd));
+#else
+    float y[LANES];
+    for (int i = 0; i < LANES; i++) y[i] = sum(x[i]);
+    vf all;
+    memcpy(&all, y, sizeof all);
+    return all;
+#endif
+}
+
 INLINE float largest(vf x) {
 #ifdef __AVX512F__
     return _mm512_reduce_max_ps((__m512)x);
