@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 
 from benchmarks.machine import describe_machine
@@ -111,7 +111,7 @@ async def measure(
     url: str, texts: Sequence[str], options: dict[str, Any]
 ) -> tuple[list[Asked], dict[str, Any]]:
     """All chats at once; then as many that leave."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1",
         api_key="none",
@@ -141,7 +141,7 @@ async def measure(
 
 
 def _figure(url: str, name: str) -> float:
-    for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
+    for line in httpx2.get(f"{url}/metrics", timeout=30).text.splitlines():
         if line.startswith(f"vllm:{name}{{"):
             return float(line.rpartition(" ")[2])
     raise RuntimeError(f"the server has no {name}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -42,8 +42,8 @@ class Running:
         options = {"api_key": self.api_key or "none", "max_retries": 0, **options}
         return openai.OpenAI(base_url=f"{self.url}/v1", **options)
 
-    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=30, **options)
+    def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
+        return httpx2.post(self.url + path, json=body, timeout=30, **options)
 
 
 MakeServer = Callable[..., Running]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from nanochat.server import app, connections, run
@@ -87,15 +87,15 @@ class TestAClientThatGoesAway:
     def test_the_others_go_on(self, long_api: Running) -> None:
         body = ENDLESS | {"model": long_api.model, "stream": True}
         url = f"{long_api.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=body | {"max_tokens": 100}) as staying:
-            with httpx.stream("POST", url, json=body) as leaving:
+        with httpx2.stream("POST", url, json=body | {"max_tokens": 100}) as staying:
+            with httpx2.stream("POST", url, json=body) as leaving:
                 next(leaving.iter_raw())
             assert staying.read().endswith(b"data: [DONE]\n\n")
 
     def test_before_its_body_has_come(self, long_api: Running) -> None:
         with connect(long_api) as client:
             client.sendall(request(long_api, headers="content-length: 100\r\n"))
-        assert httpx.get(f"{long_api.url}/health").status_code == 200
+        assert httpx2.get(f"{long_api.url}/health").status_code == 200
 
 
 class TestAClientThatDawdles:
@@ -141,7 +141,7 @@ class TestAClientThatDawdles:
             wait_until(lambda: api.engine.stats().running == 4)
             wait_until(lambda: not api.engine.stats().requests)
             assert not api.server.server_state.connections
-            assert httpx.get(f"{api.url}/health").status_code == 200
+            assert httpx2.get(f"{api.url}/health").status_code == 200
 
 
 class TestTooMuch:
@@ -154,7 +154,7 @@ class TestTooMuch:
         headers = {"content-type": "application/json"}
         if not is_chunked:
             headers["content-length"] = "100000000"
-        reply = httpx.post(f"{api.url}/v1/chat/completions", content=parts(), headers=headers)
+        reply = httpx2.post(f"{api.url}/v1/chat/completions", content=parts(), headers=headers)
         assert reply.status_code == 413
         assert "8,388,608 bytes" in reply.json()["error"]["message"]
 
@@ -200,7 +200,7 @@ class TestTooMuch:
 
     def test_an_upgrade_is_not_taken(self, api: Running) -> None:
         headers = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-key": "x"}
-        assert httpx.get(f"{api.url}/health", headers=headers).status_code == 200
+        assert httpx2.get(f"{api.url}/health", headers=headers).status_code == 200
 
 
 class TestTooMany:
@@ -219,7 +219,7 @@ class TestTooMany:
             wait_until(all_others_are_told)
             wait_until(lambda: len(state.connections) == limit)
         wait_until(lambda: not state.connections)
-        assert httpx.get(f"{api.url}/health").status_code == 200
+        assert httpx2.get(f"{api.url}/health").status_code == 200
 
     def test_connections_are_bounded(self, make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(run, "SPARE_CONNECTIONS", 8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -65,7 +65,7 @@ class TestTheClients:
     )
     def test_a_body_that_is_none(self, api: Running, content: bytes, kind: str, status: int) -> None:
         for path in ("/v1/chat/completions", "/v1/completions"):
-            reply = httpx.post(api.url + path, content=content, headers={"content-type": kind})
+            reply = httpx2.post(api.url + path, content=content, headers={"content-type": kind})
             assert reply.status_code == status
             assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
 
@@ -81,7 +81,7 @@ class TestTheClients:
         ],
     )
     def test_nothing_there(self, api: Running, method: str, path: str, status: int) -> None:
-        reply = httpx.request(method, api.url + path)
+        reply = httpx2.request(method, api.url + path)
         assert reply.status_code == status
         assert reply.json()["error"]["type"] == "invalid_request_error"
         assert len(reply.content) < 500
@@ -90,7 +90,7 @@ class TestTheClients:
         api = make_server(long_llama, max_requests=2)
         body = {"model": api.model, "messages": HI, "stream": True, "max_tokens": 5_000, "ignore_eos": True}
         assert api.post("/v1/chat/completions", body | {"n": 3}).status_code == 400
-        with httpx.stream("POST", f"{api.url}/v1/chat/completions", json=body | {"n": 2}) as reply:
+        with httpx2.stream("POST", f"{api.url}/v1/chat/completions", json=body | {"n": 2}) as reply:
             lines = reply.iter_lines()
             assert next(lines).startswith("data: ")
             refused = api.post("/v1/chat/completions", body)
@@ -126,7 +126,7 @@ class TestTheServers:
         with pytest.raises(openai.InternalServerError) as caught:
             api.client().chat.completions.create(model=api.model, messages=HI)
         assert caught.value.status_code == 503
-        assert httpx.get(f"{api.url}/health").status_code == 503
+        assert httpx2.get(f"{api.url}/health").status_code == 503
 
     def test_a_mistake_of_ours(self, make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
         """No trace of it reaches the client."""

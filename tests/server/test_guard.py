@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -16,7 +16,7 @@ from tests.server.conftest import MakeServer, Running
     "host", ["localhost", "localhost:80", "127.0.0.1:8000", "127.8.8.8", "[::1]:80", "LOCALHOST."]
 )
 def test_names_of_this_machine(api: Running, host: str) -> None:
-    assert httpx.get(f"{api.url}/v1/models", headers={"host": host}).status_code == 200
+    assert httpx2.get(f"{api.url}/v1/models", headers={"host": host}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_names_of_this_machine(api: Running, host: str) -> None:
 )
 def test_web_pages(api: Running, headers: dict[str, str]) -> None:
     for path in ("/v1/models", "/metrics", "/health"):
-        reply = httpx.get(api.url + path, headers=headers)
+        reply = httpx2.get(api.url + path, headers=headers)
         assert reply.status_code == 403
         assert reply.json()["error"]["type"] == "permission_error"
         assert not [name for name in reply.headers if name.startswith("access-control")]
@@ -47,15 +47,15 @@ def test_web_pages(api: Running, headers: dict[str, str]) -> None:
 
 def test_a_browsers_question_before_a_request_is_refused(api: Running) -> None:
     asked = {"origin": "https://a.example", "access-control-request-method": "POST"}
-    assert httpx.options(f"{api.url}/v1/chat/completions", headers=asked).status_code == 403
+    assert httpx2.options(f"{api.url}/v1/chat/completions", headers=asked).status_code == 403
 
 
 def test_the_key(make_server: MakeServer) -> None:
     api = make_server(api_key="schlüssel", any_host=True)
     good = {"authorization": "Bearer schlüssel".encode()}
-    assert httpx.get(f"{api.url}/v1/models", headers=good | {"host": b"my.example"}).status_code == 200
-    assert httpx.get(f"{api.url}/metrics", headers=good).status_code == 200
-    assert httpx.get(f"{api.url}/health").status_code == 200
+    assert httpx2.get(f"{api.url}/v1/models", headers=good | {"host": b"my.example"}).status_code == 200
+    assert httpx2.get(f"{api.url}/metrics", headers=good).status_code == 200
+    assert httpx2.get(f"{api.url}/health").status_code == 200
     bad = [
         {},
         {"authorization": "Bearer"},
@@ -64,7 +64,7 @@ def test_the_key(make_server: MakeServer) -> None:
     ]
     for headers in bad:
         for path in ("/v1/models", "/metrics", "/nothing"):
-            assert httpx.get(api.url + path, headers=headers).status_code == 401  # type: ignore[arg-type]
+            assert httpx2.get(api.url + path, headers=headers).status_code == 401  # type: ignore[arg-type]
     with pytest.raises(openai.AuthenticationError) as caught:
         api.client(api_key="wrong").models.list()
     assert caught.value.code == "invalid_api_key"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,7 +18,7 @@ HI: list[Any] = [{"role": "user", "content": "A question of some length, longer 
 
 def read(api: Running) -> dict[tuple[str, str], float]:
     """Values by name and by what tells samples of a name apart, besides the model."""
-    reply = httpx.get(f"{api.url}/metrics")
+    reply = httpx2.get(f"{api.url}/metrics")
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     values = {}
     for family in text_string_to_metric_families(reply.text):
@@ -68,7 +68,7 @@ def test_while_one_runs_and_once_its_client_has_gone(
         "max_tokens": 20_000,
         "n": n,
     }
-    with httpx.stream("POST", f"{api.url}/v1/chat/completions", json=body) as reply:
+    with httpx2.stream("POST", f"{api.url}/v1/chat/completions", json=body) as reply:
         lines = reply.iter_lines()
         assert next(lines)
         wait_until(lambda: api.engine.stats().running == n)
