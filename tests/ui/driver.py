@@ -60,8 +60,12 @@ class Driver:
         await self.until(lambda: not self.app.main_screen.workspace.busy)
 
     async def settle(self) -> None:
-        """Let every widget handle what has been posted. ``pause()`` alone would wait for an idle CPU."""
-        await self.pilot.pause(0.02)
+        """Let every widget handle what has been posted, and what that posts in turn, also on a busy machine.
+
+        ``pause()`` without a time would wait for an idle CPU.
+        """
+        for _ in range(4):
+            await self.pilot.pause(0.005)
 
     async def press(self, *keys: str) -> None:
         """Press keys one after the other."""

@@ -36,6 +36,11 @@ def footer(driver: Driver) -> str:
     return plain(list(driver.pane.query(AnswerMessage))[-1].query_one(".answer-footer"))
 
 
+async def until_noted(driver: Driver, text: str) -> None:
+    """Until a sentence stands in the chat in view."""
+    await driver.until(lambda: any(text in noted for noted in driver.notices()))
+
+
 async def test_a_chat_goes_on_over_several_turns(server: FakeServer) -> None:
     async with started(at(server), sampling={}, system="Be brief.") as driver:
         await driver.until_seen(f"fake · 127.0.0.1:{server.port}")
@@ -50,7 +55,7 @@ async def test_a_chat_goes_on_over_several_turns(server: FakeServer) -> None:
         assert "prompt 20 (8 cached)" in text
         await driver.until_seen("22 / 2,048")  # the context of this chat
         await driver.say("/model")
-        assert f"fake on the server at http://127.0.0.1:{server.port}/v1" in driver.notices()[-1]
+        await until_noted(driver, f"fake on the server at http://127.0.0.1:{server.port}/v1")
 
 
 async def test_tabs_answer_at_once_and_one_stops(server: FakeServer) -> None:
@@ -86,9 +91,9 @@ async def test_a_server_that_restarts_in_mid_answer(server: FakeServer, tmp_path
         kept = driver.answer_text()
         assert kept.startswith("word word")
         assert "interrupted · answer again" in footer(driver)
-        assert "mid-answer" in driver.notices()[-1]
+        await until_noted(driver, "mid-answer")
         await driver.say("Are you there?")
-        await driver.until(lambda: "is the server running there?" in driver.notices()[-1])
+        await until_noted(driver, "is the server running there?")
         assert driver.prompt.text == "Are you there?"  # given back
         assert len(driver.chat.path) == 2
         server.chat = [say("I am back")]
@@ -126,8 +131,7 @@ async def test_an_answer_that_was_stopped_can_not_go_on_and_stays(server: FakeSe
         await driver.until_idle()
         kept = driver.answer_text()
         await driver.say("/continue")
-        await driver.until(lambda: not driver.chat.is_busy and driver.notices())
-        assert "/again asks anew" in driver.notices()[-1]
+        await until_noted(driver, "/again asks anew")
         assert driver.answer_text() == kept
 
 
@@ -172,7 +176,7 @@ async def test_settings_and_presets_are_sent_and_the_rest_is_the_servers(server:
     presets = {"precise": Preset("Exactly.", {"temperature": 0.0, "top_k": 5})}
     async with started(at(server), sampling={"top_p": 0.8}, presets=presets) as driver:
         await driver.say("/set")
-        assert driver.notices()[-1] == "top_p 0.8 · the rest as the server has it"
+        await until_noted(driver, "top_p 0.8 · the rest as the server has it")
         await driver.say("/preset precise")
         await driver.ask("Hi")
         body = server.chats()[-1]
@@ -266,7 +270,7 @@ async def test_another_of_the_servers_models(server: FakeServer) -> None:
     async with started(at(server, model="small"), sampling={}) as driver:
         await driver.ask("Hi")
         await driver.say("/model huge")
-        await driver.until(lambda: any("it has: small, large" in told for told in driver.notices()))
+        await until_noted(driver, "it has: small, large")
         await driver.until_ready()
         await driver.say("/model large")
         await driver.until_seen("large · 127.0.0.1")
@@ -287,8 +291,7 @@ async def test_the_key_is_nowhere_to_be_seen_or_found(
         ) as driver:
             await driver.ask("Hi")
             await driver.say("Again")
-            await driver.until(lambda: driver.notices())
-            assert "bad key •••" in driver.notices()[-1]
+            await until_noted(driver, "bad key •••")
             assert key not in driver.screen_text()
     assert {asked.headers["authorization"] for asked in server.asked} == {f"Bearer {key}"}
     assert key not in json.dumps(caplog.messages)
