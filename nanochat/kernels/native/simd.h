@@ -92,7 +92,19 @@ INLINE vf load(const void *p, int type, int64_t i) {
     }
     vb b;
     memcpy(&b, (const int8_t *)p + i, sizeof b);
+#if defined(__AVX512F__)
+    /* By hand, because GCC 12 converts the bytes one at a time. */
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)b));
+#elif defined(__AVX2__)
+    const __m256 low = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32((__m128i)b));
+    const __m256 high = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)b, 8)));
+    vf x;
+    memcpy(&x, &low, sizeof low);
+    memcpy((float *)&x + 8, &high, sizeof high);
+    return x;
+#else
     return __builtin_convertvector(b, vf);
+#endif
 }
 
 INLINE void store(void *p, int type, int64_t i, vf x) {
