@@ -52,8 +52,9 @@ def decode_config(capability: int, block_d: int, kv_bytes: int, runs: int) -> De
                 return DecodeConfig(32, 1, 3, 8, 4, 16, early=True)
             return DecodeConfig(64, 2, 3, 4, 1, 32 if runs >= 32 else 64, early=True)
         if row_bytes <= 256:
-            # Four stages: what shared memory has room for must be what the grid counts on, or places are uneven.
-            return DecodeConfig(32, 2, 4, 4, 1, 32 if runs >= 32 else 64, early=True)
+            # A merge of 64 takes registers for just four programs a multiprocessor. Where five would fit, they are
+            # placed unevenly, and that costs a tenth.
+            return DecodeConfig(32, 2, 3, 4, 1, 64, early=True)
         return DecodeConfig(32, 4, 3, 2, 2, 64, early=True)
     block_n = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
     return DecodeConfig(block_n, 4, 2, 2, 2, 32)
