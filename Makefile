@@ -9,7 +9,7 @@ NATIVE := nanochat/kernels/native
 # contended cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: chat test check long lint format screens clean
+.PHONY: chat test check long soak lint format screens clean
 
 chat: $(VENV)/installed $(VENV)/native
 	@$(BIN)/nanochat
@@ -23,6 +23,11 @@ check: lint ## everyday: without the slow tests
 long: $(VENV)/installed-dev ## the whole of what the tests try a share of: a quarter of an hour
 	$(PYTEST) -m long
 	$(BIN)/python -m benchmarks.fuzz --workers 2
+
+soak: $(VENV)/installed-dev ## disorder for five minutes; docs/reliability.md has the long runs
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak requests --count 10000
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak threads --threads 64 --minutes 1
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak bridge --count 200 --cases 80
 
 lint: $(VENV)/installed-dev $(VENV)/native
 	$(BIN)/ruff format --check nanochat tests benchmarks

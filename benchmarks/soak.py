@@ -7,6 +7,7 @@ not have grown.
 
     python -m benchmarks.soak requests --count 100000 --json benchmarks/results/soak.json
     python -m benchmarks.soak threads --threads 64 --minutes 5
+    python -m benchmarks.soak bridge --count 2000      # through the app, with tabs opened and closed
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ import psutil
 
 from benchmarks.engine import SHAPES, write_random_model
 from benchmarks.machine import describe_machine
+from benchmarks.soak_bridge import run_bridge
+from benchmarks.soak_cases import Sample, difference, slope
 from nanochat import Engine, EngineConfig, SamplingParams
 from nanochat.engine.handle import RequestHandle
 from nanochat.engine.outputs import RequestOutput
@@ -65,8 +67,7 @@ class Tally:
     cancelled: int = 0
     differing: list[str] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
-    rss_mib: list[tuple[int, float]] = field(default_factory=list)
-    """Requests finished, memory then."""
+    rss_mib: list[Sample] = field(default_factory=list)
 
 
 def make_cases(count: int, seed: int) -> list[Case]:
@@ -130,19 +131,6 @@ def references(folder: Path, cases: list[Case]) -> list[RequestOutput]:
         return [engine.submit(case.prompt, case.params).result(60) for case in cases]
 
 
-def difference(output: RequestOutput, expected: RequestOutput, was_cancelled: bool) -> str | None:
-    """In what an output isn't the expected one; a cancelled one may end early."""
-    if was_cancelled and output.finish_reason == "cancelled":
-        whole = expected.token_ids[: len(output.token_ids)] == output.token_ids
-        whole = whole and expected.text.startswith(output.text.rstrip("\ufffd"))
-        return None if whole else f"cancelled with {output.token_ids}, alone {expected.token_ids}"
-    for name in ("token_ids", "text", "finish_reason", "error"):
-        ours, theirs = getattr(output, name), getattr(expected, name)
-        if ours != theirs:
-            return f"{name} {ours!r}, alone {theirs!r}"
-    return None
-
-
 def soak(engine: Engine, cases: list[Case], expected: list[RequestOutput], count: int, seed: int) -> Tally:
     """Send ``count`` requests in bursts, never more than ``MAX_OUTSTANDING`` at once."""
     rng, tally, process = random.Random(seed), Tally(), psutil.Process()
@@ -194,17 +182,6 @@ def _show(tally: Tally, count: int) -> None:
         )
 
 
-def slope(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Growth of the later half of ``(x, y)`` in y per 10,000 x, and its standard error."""
-    later = points[len(points) // 2 :]
-    xs, ys = [x / 10_000 for x, _ in later], [y for _, y in later]
-    line = statistics.linear_regression(xs, ys)
-    residuals = [y - (line.slope * x + line.intercept) for x, y in zip(xs, ys, strict=True)]
-    spread = sum((x - statistics.fmean(xs)) ** 2 for x in xs)
-    error = (sum(r * r for r in residuals) / max(1, len(xs) - 2) / spread) ** 0.5
-    return line.slope, error
-
-
 def run_requests(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The soak, as a report."""
     cases = make_cases(options.cases, options.seed)
@@ -224,6 +201,7 @@ def run_requests(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "prefix_hit_share": round(stats.prefix_hit_tokens / max(1, stats.prefix_query_tokens), 3),
         "steps": stats.steps,
         "blocks_in_use": stats.blocks_used,
+        "rss_mib_over_time": [round(mib, 1) for _, mib in tally.rss_mib[:: max(1, len(tally.rss_mib) // 20)]],
         "rss_mib_first_and_last": [round(tally.rss_mib[0][1], 1), round(tally.rss_mib[-1][1], 1)],
         "rss_mib_per_10000_requests": round(growth, 3),
         "rss_standard_error": round(error, 3),
@@ -286,9 +264,16 @@ def _submissions(
             return
 
 
+KINDS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
+    "requests": run_requests,
+    "threads": run_threads,
+    "bridge": run_bridge,
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=["requests", "threads"])
+    parser.add_argument("what", choices=list(KINDS))
     parser.add_argument("--count", type=int, default=10_000, help="requests in all")
     parser.add_argument("--cases", type=int, default=400, help="different requests among them")
     parser.add_argument("--seed", type=int, default=0)
@@ -298,7 +283,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = write_random_model(Path(folder) / "model", SHAPES["tiny"] | {"vocab_size": VOCAB_SIZE})
-        report = (run_requests if options.what == "requests" else run_threads)(options, model)
+        report = KINDS[options.what](options, model)
     print(json.dumps(report, indent=1))
     if options.json is not None:
         options.json.write_text(json.dumps(describe_machine() | report, indent=1) + "\n")

@@ -13,6 +13,7 @@ from nanochat.commands.bench import LABELS, TITLES, UNITS, WORKLOADS
 QUICK = ("--device", "cpu", "--dtype", "float32", "--kv-blocks", "256", "--max-model-len", "1024")
 
 
+@pytest.mark.slow
 def test_as_json(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--json", "--model", str(tiny_llama), *QUICK]) == 0
     report = json.loads(capsys.readouterr().out)

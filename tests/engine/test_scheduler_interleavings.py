@@ -212,7 +212,13 @@ def test_a_few_interleavings(depth: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_many_interleavings(depth: int) -> None:
-    run_machine(depth, 700)
+    run_machine(depth, 300)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_very_many_interleavings(depth: int) -> None:
+    run_machine(depth, 2000)
 
 
 @pytest.mark.slow

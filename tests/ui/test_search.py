@@ -130,13 +130,13 @@ class TestLongChats:
     async def test_scrolling_up_brings_older_messages_and_nothing_jumps(
         self, tiny_llama: Path, file: Path
     ) -> None:
-        import_chat(file, "Long", numbered(200), as_tab=True)
+        import_chat(file, "Long", numbered(120), as_tab=True)
         async with started(tiny_llama, history=file, hold=True) as driver:
-            await driver.until(lambda: is_in_view(driver, "message 199"))
+            await driver.until(lambda: is_in_view(driver, "message 119"))
             seen: list[int] = []
             for _ in range(80):
                 rows = driver.screen_text()
-                seen += [number for number in range(200) if f"message {number}\n" in rows.replace(" ", "\n")]
+                seen += [number for number in range(120) if f"message {number}\n" in rows.replace(" ", "\n")]
                 await driver.press("pageup")
                 await driver.settle()
                 assert shown_numbers(driver) == sorted(shown_numbers(driver))
@@ -148,9 +148,9 @@ class TestLongChats:
                 await driver.press("pagedown")
                 await driver.settle()
                 assert len(shown_numbers(driver)) <= MAX_WINDOW
-                if is_in_view(driver, "message 199"):
+                if is_in_view(driver, "message 119"):
                     break
-            assert shown_numbers(driver)[-1] == 199
+            assert shown_numbers(driver)[-1] == 119
 
     async def test_what_is_in_view_stays_when_messages_come_above(self, tiny_llama: Path, file: Path) -> None:
         import_chat(file, "Long", numbered(200), as_tab=True)
