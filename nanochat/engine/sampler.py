@@ -21,6 +21,8 @@ from nanochat.engine.packing import upload
 from nanochat.engine.parallel import Collectives
 from nanochat.engine.request import Request
 from nanochat.engine.step_plan import ScheduledChunk
+from nanochat.kernels.native import library as native
+from nanochat.kernels.native.ops import sample_tokens
 
 BLOCK = 128
 """Tokens whose weights are summed before the search for the drawn one."""
@@ -190,8 +192,16 @@ def _choose(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     if batch.all_greedy:
         return scores.max(dim=-1).indices
     if scores.device.type == "cpu":
-        return _draw_tokens(scores, batch)
+        return _draw_tokens(scores, batch) if native.find() is None else _draw_natively(scores, batch)
     return _choose_on_gpu(scores, batch)
+
+
+def _draw_natively(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """`_draw_tokens`, which defines it; sums of other roundings, so that a draw between two tokens may differ."""
+    scores = scores if scores.stride(1) == 1 else scores.contiguous()
+    return sample_tokens(
+        scores, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seeds, batch.positions
+    )
 
 
 def _choose_on_gpu(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

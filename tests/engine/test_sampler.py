@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,21 @@ from nanochat.engine import sampler
 from nanochat.engine.config import SamplingParams
 from nanochat.engine.request import Request
 from nanochat.engine.sampler import SamplingBatch, sample, uniforms
+from tests.native import require_native
 
 CPU = torch.device("cpu")
 DRAWS = 20_000
+
+
+@pytest.fixture(params=["native", "pytorch"], autouse=True, scope="module")
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything here holds for both."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "native":
+            require_native()
+        else:
+            patch.setattr(sampler.native, "find", lambda: None)
+        yield
 
 
 def make_batch(

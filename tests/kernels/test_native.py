@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from nanochat.engine import sampler
+from nanochat.engine.sampler import SamplingBatch
 from nanochat.kernels import cpu_linear, reference
 from nanochat.kernels.native import library, linear, ops
 from nanochat.kernels.native.program import NotNative
@@ -242,6 +244,36 @@ class TestRows:
         x[6, [17, 3]] = inf
         expected = x.nan_to_num(nan=-inf, neginf=-inf, posinf=inf).max(-1).indices
         assert torch.equal(on_threads(ops.argmax, x), expected)
+
+    @pytest.mark.parametrize("size", [9, 500, 4099])
+    def test_draws_are_those_of_pytorch(self, size: int) -> None:
+        rows = 400
+        scores = randn(rows, size, seed=size) * 4
+        scores[:, 3] = scores[:, 7]  # equals
+        generator = torch.Generator().manual_seed(size)
+
+        def pick(*values: float) -> torch.Tensor:
+            return torch.tensor(values)[torch.randint(len(values), (rows,), generator=generator)]
+
+        batch = SamplingBatch(
+            temperature=pick(0.0, 0.3, 1.0, 4.0),
+            top_k=pick(0, 0, 1, 5, 40).int(),
+            top_p=pick(1.0, 1.0, 0.0, 0.3, 0.95),
+            min_p=pick(0.0, 0.0, 0.1, 1.0),
+            repetition_penalty=torch.ones(rows),
+            seeds=torch.arange(rows) * 7919,
+            positions=torch.arange(rows) + 3,
+            penalty_tokens=None,
+            all_greedy=False,
+            any_greedy=True,
+            any_top_k=True,
+            any_top_p=True,
+            any_min_p=True,
+            num_logprobs=None,
+        )
+        arguments = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seeds, batch.positions)
+        drawn = on_threads(ops.sample_tokens, scores, *arguments)
+        assert torch.equal(drawn, sampler._draw_tokens(scores, batch))
 
     def test_what_is_not_native_is_refused(self) -> None:
         with pytest.raises(NotNative, match="float16"):

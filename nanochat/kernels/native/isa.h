@@ -7,6 +7,8 @@
 
 #include "pack.h"
 
+#include "sample.h"
+
 #include "attention.h"
 
 const Kernels KERNELS = {
@@ -23,6 +25,7 @@ const Kernels KERNELS = {
         [ROPE_STORE] = run_rope_store,
         [ATTENTION] = run_attention,
         [ARGMAX] = run_argmax,
+        [SAMPLE] = run_sample,
         [PACK_INT4] = run_pack_int4,
         [PACK_INT8] = run_pack_int8,
     },

@@ -24,9 +24,10 @@ FLOAT32, BFLOAT16, INT8 = range(3)
     ROPE_STORE,
     ATTENTION,
     ARGMAX,
+    SAMPLE,
     PACK_INT4,
     PACK_INT8,
-) = range(13)
+) = range(14)
 GROUP, PANEL, LANES = 32, 16, 16
 MAX_GROUP_HEADS, MAX_HEAD_DIM = 16, 256
 
@@ -48,6 +49,7 @@ class Op(ctypes.Structure):
         *_fields(c_void_p, "rows batch_rows x k v y w w_scales bias residual summed index slots cos_sin"),
         *_fields(c_void_p, "q_norm k_norm k_cache v_cache k_scale v_scale"),
         *_fields(c_void_p, "block_tables context_lens query_starts"),
+        *_fields(c_void_p, "temperature top_p min_p top_k seeds"),
     ]
 
 

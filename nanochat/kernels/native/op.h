@@ -22,6 +22,7 @@ enum Kind {
     ROPE_STORE,    /* y = rotated x; k, rotated, and v go to the cache; of an INT8 cache x and k are spread */
     ATTENTION,     /* y = causal attention of x to the cache */
     ARGMAX,        /* y = place of the largest number of float32 x, the first of equals; NaN is the smallest */
+    SAMPLE,        /* y = a token drawn from logits x; summed is used up */
     PACK_INT4,     /* y = x [n, inner] in 4 bits; summed[panel] = how far a number is from its level, in steps */
     PACK_INT8,     /* y = x [n, inner] in 8 bits; summed[output] = its scale */
     NUM_KINDS
@@ -51,6 +52,9 @@ typedef struct Op {
     void *k_cache, *v_cache;
     uint16_t *k_scale, *v_scale; /* float16 */
     const int32_t *block_tables, *context_lens, *query_starts;
+    const float *temperature, *top_p, *min_p;
+    const int32_t *top_k;
+    const int64_t *seeds;      /* index: the positions of the tokens to be drawn */
 } Op;
 
 /* What one instruction set has. `run` does part `part` of `parts` of an operation that has `units` of work. */

@@ -156,6 +156,33 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def sample_tokens(
+    scores: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """``[S]`` int64 tokens drawn from ``scores [S, V]`` float32: see `nanochat.engine.sampler.sample`.
+
+    ``temperature``, ``top_p``, ``min_p`` ``[S]`` float32, ``top_k`` int32, ``seeds`` and ``positions`` int64.
+    NaN counts as -inf, and +inf as the largest float.
+    """
+    if scores.dtype != torch.float32 or scores.stride(1) != 1:
+        raise NotNative("only from rows of float32 can be drawn")
+    y = _result((scores.shape[0],), torch.int64, scores)
+    weights = _result(tuple(scores.shape), torch.float32, scores)
+    op = Op(kind=c.SAMPLE, n=scores.shape[1], x_stride=scores.stride(0), x=_address(scores), y=_address(y))
+    op.summed, op.index, op.seeds = _address(weights), _address(positions), _address(seeds)
+    op.temperature, op.top_p, op.min_p = _address(temperature), _address(top_p), _address(min_p)
+    op.top_k = _address(top_k)
+    _whole(temperature, top_k, top_p, min_p, seeds, positions)
+    _emit(op, [scores], [])
+    return y
+
+
 def pack_int4(weight: torch.Tensor) -> tuple[torch.Tensor, float]:
     """``weight [N, K]`` as `cpu_linear.quantize_int4` has it, for `linear_int4`, and its ``deviation``."""
     packed, deviations = _pack(c.PACK_INT4, weight, 320, 1)

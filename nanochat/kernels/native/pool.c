@@ -66,6 +66,9 @@ static int64_t units_of(const Op *op, int64_t *cost) {
     case PACK_INT8:
         *cost = (int64_t)PANEL * op->inner * 8;
         return (op->n + PANEL - 1) / PANEL;
+    case SAMPLE:
+        *cost = SMALLEST_PART;
+        return rows;
     case ATTENTION:
         *cost = SMALLEST_PART / 2;
         return rows * op->kv_heads;

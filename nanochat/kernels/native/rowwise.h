@@ -117,19 +117,22 @@ static void run_quantize(const Op *op, int64_t first, int64_t last) {
         quantize(op, first, last, BFLOAT16);
 }
 
-static void run_argmax(const Op *op, int64_t first, int64_t last) {
-    for (int64_t t = first; t < last; t++) {
-        const float *x = (const float *)op->x + t * op->x_stride;
-        vf high = splat(-INFINITY);
-        int64_t i = 0;
-        for (; i + LANES <= op->n; i += LANES) {
-            const vf a = load_floats(x + i);
-            high = choose(a > high, a, high); /* false for NaN */
-        }
-        float most = largest(high);
-        for (; i < op->n; i++) most = x[i] > most ? x[i] : most;
-        int64_t found = 0;
-        while (most > -INFINITY && x[found] != most) found++;
-        ((int64_t *)op->y)[t] = found;
+/* The first of equal ones; NaN counts as -inf, and 0 if there is nothing above that. */
+INLINE int64_t place_of_largest(const float *x, int64_t n) {
+    vf high = splat(-INFINITY);
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        const vf a = load_floats(x + i);
+        high = choose(a > high, a, high); /* false for NaN */
     }
+    float most = largest(high);
+    for (; i < n; i++) most = x[i] > most ? x[i] : most;
+    int64_t found = 0;
+    while (most > -INFINITY && x[found] != most) found++;
+    return found;
+}
+
+static void run_argmax(const Op *op, int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; t++)
+        ((int64_t *)op->y)[t] = place_of_largest((const float *)op->x + t * op->x_stride, op->n);
 }
