@@ -16,6 +16,7 @@ typedef struct Kept {
 
 /* Unsigned numbers in the order of the floats. */
 INLINE uint32_t key_of(float x) {
+    if (x == 0.0f) x = 0.0f; /* -0 is its equal */
     uint32_t bits;
     memcpy(&bits, &x, 4);
     return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
