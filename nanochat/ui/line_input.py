@@ -12,6 +12,7 @@ from textual.widget import Widget
 from textual.widgets import Input, TextArea
 
 from nanochat.sanitize import sanitize
+from nanochat.ui.textual_private import let_go
 
 
 def editing_keys(kind: type[Widget]) -> dict[str, str]:
@@ -59,6 +60,12 @@ class TextInput(TextArea):
             id=id,
         )
         self.cursor_blink = False
+
+    def on_mount(self) -> None:
+        self._mounted_on = self.screen
+
+    def on_unmount(self) -> None:
+        let_go(self, self._mounted_on)
 
     def load_text(self, text: str) -> None:
         """Replace the text; whatever it comes from, it is fit to be shown."""

@@ -6,7 +6,10 @@ from enum import Enum
 from typing import Any
 
 from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
+from textual._styles_cache import StylesCache
 from textual.app import App
+from textual.screen import Screen
+from textual.widgets import TextArea
 
 _AltDigit = Enum("_AltDigit", {f"ALT_{digit}": f"alt+{digit}" for digit in range(10)})  # type: ignore[misc]
 _KEYS: dict[str, Any] = ANSI_SEQUENCES_KEYS  # type: ignore[assignment]
@@ -29,3 +32,16 @@ def write_to_terminal(app: App[Any], sequence: str) -> None:
     """
     if app._driver is not None:
         app._driver.write(sequence)
+
+
+def let_go(area: TextArea, screen: Screen[Any]) -> None:
+    """Have nothing hold a text area that is gone: with its text, styles and drawn lines it is a quarter of a MiB.
+
+    ``screen`` is where it was mounted. That screen's signal and the app's watchers would keep it as long as they
+    live themselves.
+    """
+    screen.text_selection_started_signal.unsubscribe(area)
+    for watchers in getattr(area.app, "__watchers", {}).values():
+        watchers[:] = [watcher for watcher in watchers if watcher[0] is not area]
+    # Colours by cache of drawn lines: a thousand of these, with all their lines, of widgets that may be gone.
+    StylesCache.get_inner_outer.cache_clear()

@@ -12,6 +12,7 @@ import pytest
 import textual
 from hypothesis import given
 from hypothesis import strategies as st
+from textual._styles_cache import StylesCache
 from textual.driver import Driver as TextualDriver
 
 from nanochat.engine.outputs import RequestMetrics, RequestOutput
@@ -84,6 +85,7 @@ def test_code_blocks_are_found_in_order() -> None:
 def test_textual_still_has_what_the_shim_uses() -> None:
     assert textual.__version__.startswith("8."), "check nanochat/ui/textual_private.py against this version"
     assert callable(TextualDriver.write)
+    assert callable(StylesCache.get_inner_outer.cache_clear)
 
 
 async def answered(driver: Driver, text: str) -> None:

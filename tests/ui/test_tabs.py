@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 import textual
 from textual._xterm_parser import XTermParser
 
+from nanochat.ui.line_input import TextInput
 from nanochat.ui.tab_bar import TabBar
 from nanochat.ui.tab_picker import TabPicker, TitleDialog
 from nanochat.ui.textual_private import let_alt_digits_through
@@ -186,3 +189,26 @@ async def test_the_active_tab_stays_in_view_when_the_terminal_shrinks(tiny_llama
         bar = driver.app.main_screen.query_one(TabBar)
         await driver.pilot.resize_terminal(40, 20)
         await driver.until(lambda: bar.query_one(".-active").region.right <= bar.region.right == 40)
+
+
+async def test_closed_tabs_and_dialogs_leave_nothing_behind(tiny_llama: Path) -> None:
+    async with started(tiny_llama) as driver:
+        main, gone = driver.app.main_screen, []
+        for _ in range(3):
+            await driver.press("ctrl+n")
+            await driver.ask("Hello")
+            gone += [weakref.ref(driver.pane), weakref.ref(driver.prompt)]
+            await driver.press("f7")
+            await driver.until(lambda: driver.app.screen is not main)
+            gone += [weakref.ref(driver.app.screen), weakref.ref(driver.app.screen.query_one(TextInput))]
+            await driver.press("escape")
+            await driver.until(lambda: driver.app.screen is main)
+            await driver.press("ctrl+w")
+            await driver.until(lambda: len(main.workspace.chats) == 1)
+        await driver.settle()
+
+        def left() -> list[object]:
+            gc.collect()
+            return [ref() for ref in gone if ref() is not None]
+
+        await driver.until(lambda: not left())
