@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanochat.backend.remote.backend import completed
-from nanochat.backend.remote.metrics import Histogram, Page, read_page
+from nanochat.backend.remote.metrics import MEANS, SUMS, Histogram, Page, read_page
 from nanochat.backend.remote.monitor import STALE_S, TTFT_WINDOW_S, Monitor, OwnFigures
 from nanochat.backend.stats import BackendStats
 from nanochat.ui.stats_panel import History, Snapshot, TabRow, one_line, panel
@@ -158,6 +158,28 @@ class TestPanel:
         assert "KV" in text
         assert text.count("—") >= 8
         assert "0 %" not in text
+
+
+class TestHostilePages:
+    """Whatever a page says, there are figures that can be drawn."""
+
+    @pytest.mark.parametrize("number", ["1e308", "1e300", "1e400", "nan", "-1", "+Inf", "9007199254740993"])
+    @pytest.mark.parametrize("bound", ["nan", "-1", "1e308", "1e-320", "-Inf", "x"])
+    def test_numbers_that_are_none(self, number: str, bound: str) -> None:
+        lines = [
+            f'{name}{{engine="{engine}"}} VALUE'
+            for names in (*SUMS.values(), *MEANS.values(), ("vllm:time_to_first_token_seconds_sum",))
+            for name in names
+            for engine in range(2)
+        ]
+        lines += [
+            f'vllm:time_to_first_token_seconds_bucket{{le="{le}"}} VALUE' for le in (bound, "0.5", "+Inf")
+        ]
+        pages = [read_page("\n".join(lines).replace("VALUE", value) + "\n", MODEL) for value in ("0", number)]
+        told = figures(*[page for page in pages if page is not None])
+        assert "nan" not in drawn(told)
+        assert "inf" not in drawn(told)
+        assert len(drawn(told)) < 4_000
 
 
 class TestRates:

@@ -58,6 +58,8 @@ CACHE_CONFIG = "vllm:cache_config_info"
 _RANKS = frozenset({"tp_rank", "pp_rank", "moe_ep_rank"})
 """Labels of processes that do the same work together, and all count it."""
 _PREFIXES = ("vllm:", "sglang:")
+_LARGEST = 2.0**53
+"""No figure is larger: sums of some that were would be infinite, which no count can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ def _read(text: str, model: str) -> _Samples:
         ours = all_samples  # it is called otherwise there
     for sample in ours:
         is_part = bool(sample.labels.get("priority"))  # beside the same for all priorities
-        if math.isfinite(sample.value) and sample.value >= 0 and not is_part:
+        if 0 <= sample.value <= _LARGEST and not is_part:  # false for NaN
             found.by_name[sample.name].append(sample)
     return found
 
@@ -165,9 +167,11 @@ def _histogram(samples: _Samples) -> Histogram | None:
     by_bound: dict[float, list[Sample]] = defaultdict(list)
     for sample in samples.first(TTFT, "_bucket"):
         try:
-            by_bound[float(sample.labels.get("le", ""))].append(sample)
+            bound = float(sample.labels.get("le", ""))
         except ValueError:
             continue
+        if bound >= 0:  # false for NaN, which has no place in an order
+            by_bound[bound if bound <= _LARGEST else math.inf].append(sample)
     if not by_bound:
         return None
     buckets = tuple((bound, sum(_values(by_bound[bound]))) for bound in sorted(by_bound))
