@@ -118,6 +118,7 @@ class FakeServer:
         default_factory=lambda: {"object": "list", "data": [{"id": "fake", "max_model_len": 2048}]}
     )
     metrics: str | None = None
+    metrics_kind: str = "text/plain"
     asked: list[Asked] = field(default_factory=list)
     hung_up: threading.Event = field(default_factory=threading.Event)
     """Set when a client has left in mid-answer."""
@@ -181,7 +182,7 @@ class FakeServer:
             script = self.chat.pop(0) if len(self.chat) > 1 else self.chat[0]
             script(asked, reply)
         elif asked.path == "/metrics" and self.metrics is not None:
-            reply.whole(200, self.metrics, "text/plain")
+            reply.whole(200, self.metrics, self.metrics_kind)
         else:
             reply.whole(404, {"detail": "Not Found"})
 

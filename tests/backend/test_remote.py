@@ -257,6 +257,22 @@ class TestFigures:
         assert read() <= before + 1
         opened.close()
 
+    @pytest.mark.parametrize("charset", ["hex", "rot13", "idna", "undefined", "utf-16"])
+    def test_a_charset_that_is_none(
+        self, server: FakeServer, monkeypatch: pytest.MonkeyPatch, charset: str
+    ) -> None:
+        monkeypatch.setattr(remote, "METRICS_INTERVAL_S", 0.02)
+        server.metrics, server.metrics_kind = (
+            "vllm:num_requests_running 7\n",
+            f"text/plain; charset={charset}",
+        )
+        opened = connect(server)
+        end_s = time.monotonic() + 10
+        while opened.stats().running != 7 and time.monotonic() < end_s:
+            time.sleep(0.02)
+        assert opened.stats().running == 7
+        opened.close()
+
     def test_a_server_without_a_page_is_not_asked_again_and_again(
         self, server: FakeServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:

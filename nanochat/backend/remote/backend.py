@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -167,11 +168,10 @@ class RemoteBackend:
         stage = Progress(f"Connecting to {self._explain.place}")
         while True:
             progress(stage)
-            try:
+            with suppress(TimeoutError):  # it may have ended just now, or with that error of its own
                 return future.result(WAIT_S)
-            except TimeoutError:
-                if future.done():
-                    raise
+            if future.done():
+                return future.result()
 
     # Answering: all that follows runs on the event loop
 
@@ -273,7 +273,8 @@ class RemoteBackend:
             return True  # it may be starting
         if response.status_code != 200:
             return response.status_code >= 500  # it may be starting; else it has none, or none for us
-        page = read_page(response.text, self._model.id)
+        # Not by the charset that the server names: of Python's, some decode to no text at all.
+        page = read_page(response.content.decode("utf-8", errors="replace"), self._model.id)
         if page is not None:
             self._monitor.feed(page, time.monotonic())
         return page is not None
@@ -304,8 +305,10 @@ class RemoteBackend:
             task.cancel()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.wait(others, timeout=CLOSE_TIMEOUT_S / 2) if others else None
-        await self._http.aclose()
-        self._loop.stop()
+        try:
+            await self._http.aclose()
+        finally:
+            self._loop.stop()
 
 
 def completed(told: BackendStats, own: BackendStats) -> BackendStats:
