@@ -19,7 +19,34 @@ from nanochat.server.wire import to_json
 HEAD_S = 10.0
 """From a connection's beginning, or a request's first byte, to the end of the request's head."""
 STALL_S = 30.0
-"""What is sent must be taken by then."""
+"""While anything waits to be taken, a client must take `LEAST_TAKEN` bytes, or all there is, in this time."""
+LEAST_TAKEN = 4_096
+"""So that a long answer reaches a slow client, and a byte now and then holds no connection."""
+
+
+class _CountedTransport:
+    """A transport that knows how much was written to it: what it holds alone doesn't tell what was taken."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._written = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        self._written += len(data)
+        self._transport.write(data)
+
+    @property
+    def pending(self) -> int:
+        """Bytes that wait here to be taken."""
+        return self._transport.get_write_buffer_size()
+
+    @property
+    def taken(self) -> int:
+        """Bytes that have left this process."""
+        return self._written - self.pending
 
 
 class Connection(H11Protocol):
@@ -32,10 +59,13 @@ class Connection(H11Protocol):
         self._head_since: float | None = None
         """Since when the head of a request is incomplete."""
         self._stalled_since: float | None = None
-        """Since when there has always been something that the client hasn't taken."""
+        """Since when the client has taken less than it must; None while nothing waits for it."""
+        self._taken = 0
+        """Bytes that it had taken then."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._counted = _CountedTransport(transport)
+        super().connection_made(self._counted)  # type: ignore[arg-type]
         self._head_since = time.monotonic()
         if len(self.connections) > self.max_connections:
             self._answer_at_once(ApiError(503, "This server has too many connections; try again later."))
@@ -59,8 +89,11 @@ class Connection(H11Protocol):
 
     def check(self, now: float) -> None:
         """Drop the connection if its client has kept us waiting too long. Called every second or so."""
-        pending = self.transport.get_write_buffer_size() > 0
-        self._stalled_since = (self._stalled_since or now) if pending else None
+        taken = self._counted.taken
+        if not self._counted.pending:
+            self._stalled_since = None
+        elif self._stalled_since is None or taken - self._taken >= LEAST_TAKEN:
+            self._stalled_since, self._taken = now, taken
         for since, limit in ((self._head_since, HEAD_S), (self._stalled_since, STALL_S)):
             if since is not None and now - since > limit:
                 self.transport.abort()

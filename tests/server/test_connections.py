@@ -143,6 +143,30 @@ class TestAClientThatDawdles:
             assert not api.server.server_state.connections
             assert httpx2.get(f"{api.url}/health").status_code == 200
 
+    @pytest.mark.parametrize("size", [65_536, 16])
+    def test_one_that_reads_slowly(
+        self, make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, size: int
+    ) -> None:
+        """An answer waits to be taken for longer than a client may do nothing: it comes, but not to one that dawdles."""
+        monkeypatch.setattr(connections, "STALL_S", 1.0)
+        api = make_server()
+        for made in api.server.servers:
+            for listening in made.sockets:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_096)
+        body = ENDLESS | {"model": api.model, "logprobs": True, "top_logprobs": 20, "n": 4, "max_tokens": 100}
+        received = b""
+        with socket.socket() as client:
+            client.settimeout(20)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+            client.connect(("127.0.0.1", api.port))
+            client.sendall(request(api, to_json(body), headers="connection: close\r\n"))
+            with suppress(ConnectionResetError):
+                while (part := client.recv(size)) and (size > 16 or api.server.server_state.connections):
+                    received += part
+                    time.sleep(0.03)
+        assert received.startswith(b"HTTP/1.1 200")
+        assert received.endswith(b"}") == (size > 16)
+
 
 class TestTooMuch:
     @pytest.mark.parametrize("is_chunked", [False, True])
