@@ -51,7 +51,7 @@ class Routes:
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/NAME."""
-        if request.path_params["name"] != self._service.model_name:
+        if request.path_params["name"] not in self._service.names:
             raise ApiError(404, "There is no such model here.", param="model", code="model_not_found")
         return _json(self._model())
 
@@ -190,9 +190,11 @@ async def _on_api_error(_: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
+    status, headers = 500, None
+    if isinstance(error, HTTPException):
+        status, headers = error.status_code, error.headers  # such as the methods that are allowed
     message = f"{request.method} {request.url.path[:100]}: there is nothing for that here."
-    return ApiError(status, message, code="unknown_url").response()
+    return ApiError(status, message, code="unknown_url", headers=headers).response()
 
 
 async def _on_client_gone(_: Request, __: Exception) -> Response:

@@ -12,7 +12,7 @@ from typing import Any
 from nanochat.engine.chat_template import ChatTemplate
 from nanochat.engine.config import SamplingParams
 from nanochat.engine.engine import Engine
-from nanochat.errors import NanochatError, PromptTooLong
+from nanochat.errors import NanochatError, PromptTooLong, UnsupportedModel, one_line
 from nanochat.server.answer import Answer, Choice
 from nanochat.server.errors import ApiError, invalid, shutting_down
 from nanochat.server.formats import ChatFormat, TextFormat
@@ -45,7 +45,7 @@ class Service:
         self.model_name = engine.model_name
         self.created = int(time.time())
         self.metrics = ServerMetrics(engine, engine.model_name)
-        self._names = {engine.model_name, engine.config.model}
+        self.names = {engine.model_name, engine.config.model}
         """What requests may call the model: also by what the server was started with, such as a Hub id."""
         self._settings = settings or Settings()
         self._system = system
@@ -63,7 +63,7 @@ class Service:
         Raises:
             ApiError: it can't be answered; the message says why.
         """
-        if job.model not in self._names:
+        if job.model not in self.names:
             message = f"There is no model {job.model[:100]!r} here; this server has {self.model_name}."
             raise ApiError(404, message, param="model", code="model_not_found")
         if self._is_closing:
@@ -74,6 +74,10 @@ class Service:
             choices = await loop.run_in_executor(self._executor, self._submit, job)
         except BaseException as error:
             self._num_choices -= job.num_choices
+            if isinstance(error, UnsupportedModel) and job.template_kwargs:
+                why = one_line(error.__cause__ or error)
+                message = f"The model's chat template fails with these chat_template_kwargs: {why}."
+                raise invalid(message, "chat_template_kwargs") from error
             if isinstance(error, NanochatError):
                 raise ApiError.of(error, "messages" if job.kind == "chat" else "prompt") from error
             raise
@@ -149,7 +153,9 @@ class Service:
         self._check_length(sum(len(message["content"]) for message in messages))
         if self._system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system}, *messages]
-        return self._template.encode(self._template.render(messages, **template_kwargs))
+        text = self._template.render(messages, **template_kwargs)
+        self._check_length(len(text))  # the template may have written more, such as what it was told
+        return self._template.encode(text)
 
     def _check_length(self, characters: int) -> None:
         """Refuse what can't possibly fit before it is turned into tokens, which holds up everything else."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -11,6 +13,7 @@ import pytest
 from nanochat.engine.scheduler import Scheduler
 from tests.engine.conftest import wait_until
 from tests.server.conftest import MakeServer, Running
+from tests.tiny_model import write_tiny_llama
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 
@@ -41,11 +44,33 @@ class TestTheClients:
         as_started = api.engine.config.model
         answer = api.client().chat.completions.create(model=as_started, messages=HI, max_tokens=1)
         assert answer.model == "tiny-llama"
+        assert api.client().models.retrieve(as_started).id == "tiny-llama"
 
     def test_messages_that_no_template_takes(self, api: Running) -> None:
         messages = [*HI, {"role": "system", "content": "late"}]
         with pytest.raises(openai.BadRequestError, match="only the first one"):
             api.client().chat.completions.create(model=api.model, messages=messages)
+
+    def test_what_a_template_is_told(self, make_server: MakeServer, tmp_path: Path) -> None:
+        """Too long a text for the template to write, refused as one in a message is; and what it fails with."""
+        folder = write_tiny_llama(tmp_path / "told")
+        file = folder / "tokenizer_config.json"
+        settings = json.loads(file.read_text())
+        settings["chat_template"] = "{{ note }}{{ month + 1 if month }}" + settings["chat_template"]
+        file.write_text(json.dumps(settings))
+        api = make_server(folder)
+
+        def refusal(**told: Any) -> openai.BadRequestError:
+            with pytest.raises(openai.BadRequestError) as caught:
+                api.client().chat.completions.create(
+                    model=api.model, messages=HI, extra_body={"chat_template_kwargs": told}
+                )
+            return caught.value
+
+        assert refusal(note="a" * 500_000).code == "context_length_exceeded"
+        failed = refusal(month="May")
+        assert failed.param == "chat_template_kwargs"
+        assert "another model" not in failed.message
 
     @pytest.mark.parametrize("prompt", ["", [320], [-1], [[0], [10**30]]])
     def test_a_prompt_that_is_none(self, api: Running, prompt: Any) -> None:
@@ -85,6 +110,7 @@ class TestTheClients:
         assert reply.status_code == status
         assert reply.json()["error"]["type"] == "invalid_request_error"
         assert len(reply.content) < 500
+        assert (reply.headers.get("allow") is not None) == (status == 405)
 
     def test_more_than_there_are_places_for(self, make_server: MakeServer, long_llama: Any) -> None:
         api = make_server(long_llama, max_requests=2)
