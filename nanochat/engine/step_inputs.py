@@ -125,9 +125,8 @@ def pack_step(
     first_new, new_ends = [], []
     for chunk, seat in zip(chunks, taken, strict=True):
         first_new.append(seat.num_blocks)
-        needed = -(
-            -(chunk.start + chunk.length) // block_size
-        )  # what is sent beyond its context, a row forgets
+        # Of its context alone: what is sent beyond it, a row forgets.
+        needed = -(-(chunk.start + chunk.length) // block_size)
         if needed > seat.num_blocks:
             new_blocks += chunk.request.block_table[seat.num_blocks : needed]
             seat.num_blocks = needed
