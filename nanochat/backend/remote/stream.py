@@ -17,8 +17,8 @@ from nanochat.engine.request import FinishReason
 from nanochat.engine.stats import RequestRow
 from nanochat.sanitize import encodable
 
-MAX_CHARACTERS = 4_000_000
-"""Of one answer; what comes after is not taken."""
+MAX_CHARACTERS = 500_000
+"""Of one answer, about 125,000 tokens; what comes after is not taken, and the screen could hardly draw it."""
 _MAX_TOKENS = 2**40
 _REASONS: dict[str, FinishReason] = {"length": "length", "max_tokens": "length"}
 _BROKEN = frozenset({"abort", "error"})
