@@ -33,7 +33,7 @@ SIZES = ((120, 36), (80, 24), (160, 45), (100, 20), (60, 15))
 START_S = 120.0
 REST_S = 6.0
 """A screen that has not changed for so long is at rest: longer than a notice is shown."""
-MAX_REST_S = 60.0
+MAX_REST_S = 120.0
 ANSWER_S = 4.0
 """An answer is let run for at most so long before it is stopped."""
 CHECK_EVERY = 6
@@ -178,7 +178,8 @@ class Visitor:
         end_s, since_s, lines = time.monotonic() + MAX_REST_S, time.monotonic(), self.look()
         while time.monotonic() < end_s:
             time.sleep(0.5)
-            if (now := self._tmux.screen()) != lines:
+            now = self._tmux.screen()
+            if now != lines or re.search(r" (running|queued)$", now[0]) is not None:
                 since_s, lines = time.monotonic(), now
             elif time.monotonic() - since_s >= REST_S:
                 return self.look()
