@@ -22,8 +22,34 @@ typedef int8_t vb __attribute__((vector_size(16)));
 
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf choose(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+/* Eights by name, where GCC makes of sixteens what goes through memory. */
+typedef struct Eights {
+    __m256 low, high;
+} Eights;
+INLINE Eights eights_of(vf x) {
+    Eights h;
+    memcpy(&h, &x, sizeof h);
+    return h;
+}
+INLINE vf whole(__m256 low, __m256 high) {
+    const Eights h = {low, high};
+    vf x;
+    memcpy(&x, &h, sizeof x);
+    return x;
+}
+INLINE vf smaller(vf a, vf b) {
+    const Eights p = eights_of(a), q = eights_of(b);
+    return whole(_mm256_min_ps(p.low, q.low), _mm256_min_ps(p.high, q.high));
+}
+INLINE vf larger(vf a, vf b) {
+    const Eights p = eights_of(a), q = eights_of(b);
+    return whole(_mm256_max_ps(p.low, q.low), _mm256_max_ps(p.high, q.high));
+}
+#else
 INLINE vf smaller(vf a, vf b) { return choose(a < b, a, b); }
 INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
+#endif
 INLINE vf magnitude(vf x) { return (vf)((vi)x & 0x7fffffff); }
 
 INLINE float sum(vf x) {
@@ -55,6 +81,19 @@ INLINE vf sums_of(const vf *x) {
                                  _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xdd));
     return (vf)_mm512_add_ps(_mm512_shuffle_f32x4(pairs[0], pairs[1], 0x88),
                              _mm512_shuffle_f32x4(pairs[0], pairs[1], 0xdd));
+#elif defined(__AVX2__)
+    __m256 folded[16];
+    for (int i = 0; i < 16; i++) {
+        const Eights h = eights_of(x[i]);
+        folded[i] = _mm256_add_ps(h.low, h.high);
+    }
+    __m128 fours[4];
+    for (int i = 0; i < 4; i++) {
+        const __m256 *e = folded + 4 * i;
+        const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(e[0], e[1]), _mm256_hadd_ps(e[2], e[3]));
+        fours[i] = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    }
+    return whole(_mm256_set_m128(fours[1], fours[0]), _mm256_set_m128(fours[3], fours[2]));
 #else
     float y[LANES];
     for (int i = 0; i < LANES; i++) y[i] = sum(x[i]);
@@ -96,12 +135,8 @@ INLINE vf load(const void *p, int type, int64_t i) {
     /* By hand, because GCC 12 converts the bytes one at a time. */
     return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)b));
 #elif defined(__AVX2__)
-    const __m256 low = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32((__m128i)b));
-    const __m256 high = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)b, 8)));
-    vf x;
-    memcpy(&x, &low, sizeof low);
-    memcpy((float *)&x + 8, &high, sizeof high);
-    return x;
+    return whole(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32((__m128i)b)),
+                 _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)b, 8))));
 #else
     return __builtin_convertvector(b, vf);
 #endif
