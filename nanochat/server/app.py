@@ -24,10 +24,14 @@ from nanochat.server.wire import from_json, to_json
 
 MAX_BODY_BYTES = 8 * 2**20
 """Of a request: some million tokens of text."""
+MAX_BODIES_BYTES = 256 * 2**20
+"""Of all requests that are being read: every connection may be sending one, and may take its time."""
+LARGE_BODY_BYTES = 64 * 2**10
+"""Larger ones are parsed on a thread, since all else on the event loop would wait."""
 BODY_S = 30.0
 """A body must have come by then."""
 DISCARD_S = 2.0
-"""How long the rest of a body that is too large is read, so that its sender hears why it is refused."""
+"""How long the rest of a body that is refused is read, so that its sender hears why it is refused."""
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -36,6 +40,8 @@ class Routes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._bodies: dict[int, bytearray] = {}
+        """What has come of requests that are being read, by id."""
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -75,13 +81,54 @@ class Routes:
         }
 
     async def _answer(self, request: Request, parse: Callable[[Any], Job]) -> Response:
-        body = await _read_body(request)
-        arrival_s = time.monotonic()
+        body = bytearray()
+        self._bodies[id(body)] = body
         try:
-            content = from_json(body)
-        except ValueError as error:
-            raise invalid(f"The body isn't valid JSON: {error!s:.200}.") from error
-        return AnswerResponse(await self._service.start(parse(content), arrival_s))
+            await self._read(request, body)
+            arrival_s = time.monotonic()
+            if len(body) <= LARGE_BODY_BYTES:
+                job = parse(_json_of(body))
+            else:
+                job = await asyncio.to_thread(lambda: parse(_json_of(body)))
+        finally:
+            del self._bodies[id(body)]
+        return AnswerResponse(await self._service.start(job, arrival_s))
+
+    async def _read(self, request: Request, body: bytearray) -> None:
+        """Append what the request brings to its entry of ``_bodies``."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, "The body must be JSON: send the header Content-Type: application/json.")
+        length = request.headers.get("content-length", "")
+        refusal = _too_large() if length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES else None
+        if (
+            refusal is not None and "expect" in request.headers
+        ):  # its sender waits for a word before sending it
+            raise refusal
+        try:
+            async with asyncio.timeout(BODY_S if refusal is None else DISCARD_S) as limit:
+                async for part in request.stream():
+                    if refusal is not None:
+                        continue
+                    body += part
+                    refusal = self._why_refused(body)
+                    if refusal is not None:
+                        body.clear()
+                        limit.reschedule(asyncio.get_running_loop().time() + DISCARD_S)
+        except TimeoutError:
+            if refusal is None:
+                message = f"The body hasn't come within {BODY_S:.0f} s."
+                refusal = ApiError(408, message, headers={"connection": "close"})
+        if refusal is not None:
+            raise refusal
+
+    def _why_refused(self, body: bytearray) -> ApiError | None:
+        if len(body) > MAX_BODY_BYTES:
+            return _too_large()
+        if sum(map(len, self._bodies.values())) > MAX_BODIES_BYTES:
+            message = "Others are sending too much at the moment; try again later."
+            return ApiError(503, message, headers={"retry-after": "1", "connection": "close"})
+        return None
 
 
 class AnswerResponse(Response):
@@ -149,31 +196,11 @@ def make_app(service: Service, *, api_key: str | None = None, any_host: bool = F
     )
 
 
-async def _read_body(request: Request) -> bytes:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, "The body must be JSON: send the header Content-Type: application/json.")
-    length = request.headers.get("content-length", "")
-    is_too_large = length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES
-    if is_too_large and "expect" in request.headers:  # its sender waits for a word before sending it
-        raise _too_large()
-    parts = bytearray()
+def _json_of(body: bytes | bytearray) -> Any:
     try:
-        async with asyncio.timeout(DISCARD_S if is_too_large else BODY_S) as limit:
-            async for part in request.stream():
-                if not is_too_large:
-                    parts += part
-                    if len(parts) > MAX_BODY_BYTES:
-                        is_too_large = True
-                        parts.clear()
-                        limit.reschedule(asyncio.get_running_loop().time() + DISCARD_S)
-    except TimeoutError:
-        if not is_too_large:
-            message = f"The body hasn't come within {BODY_S:.0f} s."
-            raise ApiError(408, message, headers={"connection": "close"}) from None
-    if is_too_large:
-        raise _too_large()
-    return bytes(parts)
+        return from_json(body)
+    except ValueError as error:
+        raise invalid(f"The body isn't valid JSON: {error!s:.200}.") from error
 
 
 def _too_large() -> ApiError:

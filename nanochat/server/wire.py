@@ -30,7 +30,7 @@ def to_event(value: Any) -> bytes:
     return b"data: " + to_json(value) + b"\n\n"
 
 
-def from_json(body: bytes) -> Any:
+def from_json(body: bytes | bytearray) -> Any:
     """What a body holds.
 
     Raises:

@@ -182,6 +182,22 @@ class TestTooMuch:
         assert reply.status_code == 413
         assert "8,388,608 bytes" in reply.json()["error"]["message"]
 
+    def test_bodies_that_never_end(self, api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each alone may be as large as it is; together they aren't kept."""
+        monkeypatch.setattr(app, "MAX_BODIES_BYTES", 1_000_000)
+        with ExitStack() as held:
+            clients = [held.enter_context(connect(api)) for _ in range(3)]
+            for client in clients:
+                client.sendall(request(api, headers="content-length: 8000000\r\n") + b" " * 400_000)
+                client.settimeout(0.0)
+            wait_until(lambda: any(map(is_refused, clients)))
+            assert httpx2.get(f"{api.url}/health").status_code == 200
+        body = to_json({"model": api.model, "prompt": "Hi", "max_tokens": 1}) + b" " * 500_000
+        headers = {"content-type": "application/json"}
+        wait_until(
+            lambda: httpx2.post(f"{api.url}/v1/completions", content=body, headers=headers).status_code == 200
+        )
+
     def test_one_that_asks_first(self, api: Running) -> None:
         with connect(api) as client:
             client.sendall(request(api, headers="content-length: 100000000\r\nexpect: 100-continue\r\n"))
