@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanochat.backend.remote.backend import completed
-from nanochat.backend.remote.metrics import MEANS, SUMS, Histogram, Page, read_page
+from nanochat.backend.remote.metrics import MAX_LINES, MEANS, SUMS, Histogram, Page, read_page
 from nanochat.backend.remote.monitor import STALE_S, TTFT_WINDOW_S, Monitor, OwnFigures
 from nanochat.backend.stats import BackendStats
 from nanochat.ui.stats_panel import History, Snapshot, TabRow, one_line, panel
@@ -180,6 +180,12 @@ class TestHostilePages:
         assert "nan" not in drawn(told)
         assert "inf" not in drawn(told)
         assert len(drawn(told)) < 4_000
+
+    def test_of_a_very_long_page_only_the_beginning_is_read(self) -> None:
+        lines = (f'vllm:num_requests_running{{engine="{engine}"}} 1\n' for engine in range(2 * MAX_LINES))
+        page = read_page("".join(lines), MODEL)
+        assert page is not None
+        assert page.figures["running"] == MAX_LINES
 
 
 class TestRates:

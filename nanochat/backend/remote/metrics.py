@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -57,7 +58,9 @@ CACHE_CONFIG = "vllm:cache_config_info"
 """Tells the number of blocks in its labels."""
 _RANKS = frozenset({"tp_rank", "pp_rank", "moe_ep_rank"})
 """Labels of processes that do the same work together, and all count it."""
-_PREFIXES = ("vllm:", "sglang:")
+_READ = tuple(name for names in (*SUMS.values(), *MEANS.values(), TTFT, (CACHE_CONFIG,)) for name in names)
+MAX_LINES = 5_000
+"""Of those that are read: some of each engine behind the address. More would hold up answers that stream."""
 _LARGEST = 2.0**53
 """No figure is larger: sums of some that were would be infinite, which no count can be."""
 
@@ -130,7 +133,8 @@ def read_page(text: str, model: str = "") -> Page | None:
 
 def _read(text: str, model: str) -> _Samples:
     # Most of a page is about other things, and reading it takes time that the screen could use.
-    lines = "".join(f"{line}\n" for line in text.split("\n") if line.startswith(_PREFIXES))
+    wanted = (f"{line}\n" for line in text.split("\n") if line.startswith(_READ))
+    lines = "".join(islice(wanted, MAX_LINES))
     found = _Samples()
     try:
         all_samples = [
