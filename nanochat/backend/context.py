@@ -50,8 +50,8 @@ class Contexts:
 
     def prepare(self, prompt: Turn) -> Prepared:
         """All that submitting needs. Errors are those of :meth:`prompt_ids`."""
-        token_ids = self.prompt_ids(prompt)
-        conversation = self._kept[prompt.chat_id].conversation
+        conversation = self._in_step(prompt)
+        token_ids = conversation.prompt_ids()
         opens_reasoning = self.reasoning_tags is not None and conversation.opens_reasoning
         if prompt.partial is None:
             return Prepared(token_ids, opens_reasoning, None)
@@ -64,6 +64,14 @@ class Contexts:
         Raises:
             NanochatError: the model's template refuses the messages, or is broken.
         """
+        return self._in_step(prompt).prompt_ids()
+
+    def forget(self, chat_id: int) -> None:
+        """The chat was closed, if need be while its prompt is being made on another thread."""
+        self._kept.pop(chat_id, None)
+
+    def _in_step(self, prompt: Turn) -> Conversation:
+        """The chat's conversation, made to hold the turn's messages."""
         kept = self._kept.get(prompt.chat_id)
         if kept is None or kept.conversation.system != prompt.system:
             kept = self._kept[prompt.chat_id] = _Kept(self._conversation(prompt), [])
@@ -79,11 +87,7 @@ class Contexts:
             _add(kept.conversation, message)
             kept.messages.append(message)
         _think(kept.conversation, prompt.enable_thinking)
-        return kept.conversation.prompt_ids()
-
-    def forget(self, chat_id: int) -> None:
-        """The chat was closed."""
-        self._kept.pop(chat_id, None)
+        return kept.conversation
 
     def drop_offer(self, prompt: Turn, limit: int) -> DropOffer | None:
         """The fewest oldest turns to leave out so that the rest fits ``limit`` tokens with room to answer."""

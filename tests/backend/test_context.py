@@ -9,6 +9,7 @@ import pytest
 
 from nanochat.backend.context import Contexts
 from nanochat.backend.interface import Turn
+from nanochat.conversation import Conversation
 from nanochat.engine.outputs import RequestMetrics, RequestOutput
 from nanochat.engine.tokenizer import load_tokenizer
 from nanochat.ui.chat import Chat
@@ -82,3 +83,19 @@ def test_no_offer_when_the_message_itself_is_too_long(tokenizer: Any) -> None:
     end(chat, tokenizer, "a")
     chat.ask("x" * 500)
     assert contexts.drop_offer(prompt_of(chat), limit=100) is None
+
+
+def test_a_chat_may_be_closed_while_its_prompt_is_made(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts, chat = Contexts(tokenizer), Chat()
+    chat.ask("one")
+    expected = contexts.prepare(prompt_of(chat)).token_ids
+    make = Conversation.prompt_ids
+
+    def closed_meanwhile(conversation: Conversation) -> list[int]:
+        contexts.forget(chat.id)
+        return make(conversation)
+
+    monkeypatch.setattr(Conversation, "prompt_ids", closed_meanwhile)
+    assert contexts.prepare(prompt_of(chat)).token_ids == expected
