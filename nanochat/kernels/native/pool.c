@@ -188,16 +188,40 @@ static void hire(int threads) {
     }
 }
 
+#if defined(WITH_AVX512) || defined(WITH_AVX2)
+#include <cpuid.h>
+
+enum {
+    ECX1_FMA = 1 << 12, ECX1_OSXSAVE = 1 << 27,
+    EBX7_AVX2 = 1 << 5, EBX7_F_DQ = 1 << 16 | 1 << 17, EBX7_BW = 1 << 30, ECX7_VNNI = 1 << 11, EAX71_BF16 = 1 << 5,
+    YMM = 6, ZMM = 0xe6, /* registers that the system saves */
+};
+
+/* 2: AVX-512 with VNNI and BF16; 1: AVX2; 0: neither. Asked of the processor itself, since compilers name the newer
+ * ones differently or not at all. */
+static int level_of_processor(void) {
+    unsigned a, b, c, d, saved;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & ECX1_OSXSAVE) || !(c & ECX1_FMA)) return 0;
+    __asm__ volatile("xgetbv" : "=a"(saved), "=d"(d) : "c"(0));
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & EBX7_AVX2) || (saved & YMM) != YMM) return 0;
+    const int has_most = (b & EBX7_F_DQ) == EBX7_F_DQ && b & EBX7_BW && b >> 31 && c & ECX7_VNNI; /* 31: VL */
+    if (!has_most || (saved & ZMM) != ZMM || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return 1;
+    return a & EAX71_BF16 ? 2 : 1;
+}
+#endif
+
 static const Kernels *best_kernels(void) {
-#ifdef WITH_AVX512
-    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
-        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
-        return &kernels_avx512;
-#endif
+    static const Kernels *_Atomic best; /* a virtual machine takes its time to answer */
+    if (best) return best;
+    const Kernels *found = &kernels_plain;
 #ifdef WITH_AVX2
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &kernels_avx2;
+    if (level_of_processor() >= 1) found = &kernels_avx2;
 #endif
-    return &kernels_plain;
+#ifdef WITH_AVX512
+    if (level_of_processor() == 2) found = &kernels_avx512;
+#endif
+    best = found;
+    return found;
 }
 
 /* The kernels of that name, or the best that this processor can run; NULL if it can't run the named ones. */
