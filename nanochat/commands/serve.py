@@ -71,8 +71,7 @@ def run(args: argparse.Namespace) -> int:
             api_key=api_key,
             any_host=api_key is not None,
         )
-        for socket in sockets:
-            socket.listen()
+        server.listen(sockets)
         address = _address(args.host, sockets[0].getsockname()[1])
         print(
             f"Serving {engine.model_name} at {address}/v1 (Ctrl+C ends it; errors go to {log}).", flush=True

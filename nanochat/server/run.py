@@ -111,11 +111,27 @@ def bind(host: str, port: int) -> list[socket.socket]:
                 made.bind((address[0], chosen, *address[2:]))
                 sockets.append(made)
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or type(error).__name__
-        raise NanochatError(
-            f"{host[:60]}, port {port} can't be used: {reason}; choose another --port."
-        ) from error
+        raise _cant_be_used(host, port, error) from error
     return sockets
+
+
+def listen(sockets: Sequence[socket.socket]) -> None:
+    """Let clients in. Another program may have bound the same address and come first.
+
+    Raises:
+        NanochatError: the address can't be used.
+    """
+    for made in sockets:
+        try:
+            made.listen(_BACKLOG)
+        except OSError as error:
+            host, port, *_ = made.getsockname()
+            raise _cant_be_used(host, port, error) from error
+
+
+def _cant_be_used(host: str, port: int, error: OSError | UnicodeError) -> NanochatError:
+    reason = getattr(error, "strerror", None) or type(error).__name__
+    return NanochatError(f"{host[:60]}, port {port} can't be used: {reason}; choose another --port.")
 
 
 def serve(server: ApiServer, sockets: Sequence[socket.socket]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from nanochat.errors import NanochatError, WrongUsage
 from nanochat.server.guard import is_loopback
-from nanochat.server.run import bind, check_address
+from nanochat.server.run import bind, check_address, listen
 from tests.server.conftest import MakeServer, Running
 
 
@@ -95,6 +95,16 @@ def test_a_port_that_is_taken() -> None:
         bind("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(NanochatError, match="can't be used"):
         bind("no.such.host.invalid", 0)
+
+
+def test_a_port_that_is_taken_while_the_model_loads() -> None:
+    """Until one of them listens, two may hold it."""
+    (first,) = bind("127.0.0.1", 0)
+    (second,) = bind("127.0.0.1", first.getsockname()[1])
+    with first, second:
+        listen([first])
+        with pytest.raises(NanochatError, match="Address already in use; choose another --port"):
+            listen([second])
 
 
 def test_localhost_is_one_port_in_all_its_addresses() -> None:
