@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -121,11 +122,18 @@ class Answer:
         async with aclosing(self._pieces()) as pieces:
             async for choice, piece in pieces:
                 choice.keep(piece)
+
+        def written() -> list[dict[str, Any]]:
+            return [choice.whole() for choice in self._choices]
+
+        # Spelling the tokens of many log-probabilities takes seconds, in which no stream would go on.
+        has_logprobs = "logprobs" in self.job.sampling
+        choices = await asyncio.to_thread(written) if has_logprobs else written()
         return {
             "id": self._id,
             "object": self._wire.object_name,
             **self._about,
-            "choices": [choice.whole() for choice in self._choices],
+            "choices": choices,
             "usage": self._usage(),
             "system_fingerprint": None,
         }
