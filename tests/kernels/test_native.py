@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -373,3 +374,17 @@ class TestCache:
         alone = ops.attention(case.q[1:3], case.cache, batch, scale=0.2)
         assert torch.equal(alone[0], together[1])
         assert torch.equal(alone[1], torch.zeros_like(alone[1]))  # a token of no row
+
+
+def test_several_callers_at_once_get_what_each_gets_alone() -> None:
+    kernel = linear.plain(weights(208, 256))
+    inputs = [randn(rows, 256, seed=rows) for rows in (1, 5, 9, 16)]
+    alone = [kernel(x) for x in inputs]
+
+    def repeat(x: torch.Tensor) -> list[torch.Tensor]:
+        torch.set_num_threads(3)  # this thread's own
+        return [kernel(x) for _ in range(50)]
+
+    with ThreadPoolExecutor(len(inputs)) as callers:
+        for results, expected in zip(callers.map(repeat, inputs), alone, strict=True):
+            assert all(torch.equal(result, expected) for result in results)
