@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import httpx2
 import openai
 
 from nanochat.backend.dropping import drop_offer
-from nanochat.backend.interface import Refused, Turn
+from nanochat.backend.interface import DropOffer, Refused, Turn
 from nanochat.backend.remote.client import SILENCE_TIMEOUT_S, TooMuch
 from nanochat.backend.remote.config import RemoteConfig
 from nanochat.errors import NanochatError, reason_of
@@ -155,7 +156,7 @@ def _number(patterns: Iterable[re.Pattern[str]], said: str) -> int | None:
     return next((int(found[1]) for pattern in patterns if (found := pattern.search(said))), None)
 
 
-def _offer(turn: Turn, limit: int, tokens: int, num_characters: int) -> Any:
+def _offer(turn: Turn, limit: int, tokens: int, num_characters: int) -> DropOffer | None:
     """Reckoned from the texts' lengths: a server tells the tokens of the whole only."""
     lengths = [len(message.output.text if message.output else message.text) for message in turn.messages]
     per_character = tokens / num_characters
@@ -164,4 +165,4 @@ def _offer(turn: Turn, limit: int, tokens: int, num_characters: int) -> Any:
         return tokens - round(per_character * sum(lengths[:first]))
 
     offer = drop_offer(turn.messages, limit, count)
-    return None if offer is None else type(offer)(offer.turns, tokens, offer.tokens_after, limit, True)
+    return None if offer is None else replace(offer, is_estimate=True)
