@@ -69,13 +69,13 @@ class SearchScreen(Dialog[Found | None]):
         """``read`` asks the history on a thread, and calls back there."""
         super().__init__()
         self._read = read
-        self._words = words
+        self._line = LineInput(words, placeholder="Search all chats", compact=True)
         self._number = 0
         self._hits: list[SearchHit] = []
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog search"):
-            yield LineInput(self._words, placeholder="Search all chats", compact=True)
+            yield self._line
             hits = OptionList(markup=False, compact=True)
             hits.can_focus = False
             yield hits
@@ -134,7 +134,7 @@ class SearchScreen(Dialog[Found | None]):
         return " ".join(find(name, actions_of(self)).key_label for name in ("list_up", "list_down"))
 
     def _search(self) -> None:
-        number, words = self._number, self.query_one(LineInput).value
+        number, words = self._number, self._line.value
         ask: Ask = (lambda history: history.search(words, LIMIT)) if words.strip() else _recent
         self._read(ask, lambda result: self.post_message(Answered(number, result)))
 
