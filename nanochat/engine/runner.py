@@ -208,10 +208,14 @@ class Runner:
         try:
             with self._told(RecordedStep(shape, host.numpy())):
                 self._graphs.run(shape, host)
+        except RankLost:
+            raise
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            logger.info("no memory for steps of %s: %s", shape, error)
+            if is_out_of_memory(error):
+                logger.info("no memory for steps of %s: %s", shape, error)
+            else:
+                logger.exception("steps of %s can't be recorded", shape)
+            self._graphs.leave_out(shape)
         return True
 
     def hidden_states(self, plan: StepPlan) -> torch.Tensor:

@@ -175,8 +175,8 @@ class StepGraphs:
         self._recordings: dict[StepShape, _Recording] = {}
         self._seen_once: set[StepShape] = set()
         """Shapes that prefill and are not recorded yet."""
-        self._too_large: set[StepShape] = set()
-        """Shapes for whose recordings there was no memory: their steps are launched kernel by kernel."""
+        self._unrecordable: set[StepShape] = set()
+        """Shapes for whose recordings there was no memory, say: their steps are launched kernel by kernel."""
         device = decoder.device
         table_width = -(-max_model_len // self._block_size)
         self.seats = Seats(max_num_seqs)
@@ -201,7 +201,7 @@ class StepGraphs:
         shape = self.shapes.fit(plan)
         if shape is None or not shape.prefill_rows or shape in self._recordings:
             return shape
-        if shape in self._too_large:
+        if shape in self._unrecordable:
             return None
         if shape in self._seen_once:
             self._seen_once.remove(shape)
@@ -212,6 +212,10 @@ class StepGraphs:
     def next_unrecorded(self) -> StepShape | None:
         """A shape to record while there is nothing else to do; each is named once."""
         return self._seen_once.pop() if self._seen_once else None
+
+    def leave_out(self, shape: StepShape) -> None:
+        """Launch steps of this shape kernel by kernel from now on."""
+        self._unrecordable.add(shape)
 
     def pack(self, plan: StepPlan, shape: StepShape) -> tuple[torch.Tensor, np.ndarray]:
         """What :meth:`run` needs of a plan that fits a shape, on the host.
@@ -280,7 +284,7 @@ class StepGraphs:
         inputs = self.inputs(shape)
         inputs.send(host)
         sampled = self.step(inputs)
-        if shape not in self._too_large:
+        if shape not in self._unrecordable:
             try:
                 self._recordings[shape] = self._capture(inputs)
             except Exception as error:
@@ -288,7 +292,7 @@ class StepGraphs:
                     raise  # ranks of a divided model must all do the same
                 # The step itself has been launched. What launches free a recording would keep.
                 logger.info("no memory to record steps of %s: %s", shape, error)
-                self._too_large.add(shape)
+                self._unrecordable.add(shape)
         return sampled
 
     def _capture(self, inputs: StepInputs) -> _Recording:

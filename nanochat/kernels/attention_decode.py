@@ -4,7 +4,8 @@ Bandwidth is all that matters here, so the work is cut by bytes, not by rows. Ev
 of key tiles; the static grid's programs each take an equal share of all tiles of the batch, computed on the
 device from the context lengths, so that one CUDA graph serves every length. A run that falls to one program
 is finished there; a run cut over several leaves partial results, which the last of them to finish merges by
-log-sum-exp. Where cutting would spare less than a merge costs, programs take whole runs. The query heads that share a KV head share its tile through one `tl.dot`.
+log-sum-exp. Where cutting would spare less than a merge costs, programs take whole runs. The query heads that
+share a KV head share its tile through one `tl.dot`.
 
 Sources: split KV and its merge as in Flash-Decoding (arXiv:2205.14135 gives the softmax); equal shares as in
 Stream-K (arXiv:2301.03598). Knows nothing of requests or models.

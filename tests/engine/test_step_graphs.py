@@ -162,6 +162,27 @@ def test_a_shape_that_prefills_is_recorded_when_it_comes_again(tiny_llama: Path)
     assert graphs.next_unrecorded() is None
 
 
+def test_a_recording_that_fails_in_a_pause_ends_nothing(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: StepGraphs, inputs: StepInputs) -> NoReturn:
+        raise RuntimeError("a kernel could not be compiled")
+
+    monkeypatch.setattr(loading, "_has_graphs", lambda *_: True)
+    monkeypatch.setattr(StepGraphs, "record_common", lambda *_: None)
+    engine = make_engine(max_steps_ahead=1)
+    monkeypatch.setattr(StepGraphs, "_capture", fail)
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    for _ in range(3):
+        output = engine.submit([40] * 9, params).result(60)
+        assert output.finish_reason == "length"
+    graphs = engine._model.runner._graphs
+    assert graphs is not None
+    engine.close()
+    assert len(graphs._unrecordable) == 1
+    assert "can't be recorded" in caplog.text
+
+
 def test_blocks_past_a_steps_context_are_sent_by_a_later_step() -> None:
     """The state on the device keeps no more of a block table than the step's context fills."""
     seats, request = Seats(2), Request(0, [5] * 9, PARAMS[0], block_table=[7, 8, 9])
@@ -244,7 +265,7 @@ def test_a_step_that_cannot_be_recorded_counts_all_the_same(
     assert [answers(engine, plain) for _ in range(2)] == [expected] * 2
     graphs = engine._model.runner._graphs
     assert isinstance(graphs, FullCard)
-    assert graphs.captures == len(graphs._too_large) > 2  # each shape is tried once
+    assert graphs.captures == len(graphs._unrecordable) > 2  # each shape is tried once
 
 
 def test_the_option_has_no_effect_on_a_cpu(make_engine: MakeEngine) -> None:

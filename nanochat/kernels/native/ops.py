@@ -14,13 +14,11 @@ import torch
 
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.native import library as c
-from nanochat.kernels.native.library import Library, Op
+from nanochat.kernels.native.library import Op
 from nanochat.kernels.native.program import NotNative, current_program
 from nanochat.kernels.normed import Normed
 
 _TYPES = {torch.float32: c.FLOAT32, torch.bfloat16: c.BFLOAT16, torch.int8: c.INT8}
-_chosen: list[Library | None] = [None]
-"""Kernels for ops that run at once, if not the processor's best."""
 
 
 def _emit(op: Op, read: list[torch.Tensor], kept: list[Any]) -> None:
@@ -32,7 +30,7 @@ def _emit(op: Op, read: list[torch.Tensor], kept: list[Any]) -> None:
         return
     rows = ctypes.c_int32(read[0].shape[0])
     op.rows = ctypes.addressof(rows)
-    found = _chosen[0] or c.find()
+    found = c.find()
     if found is None:
         raise NotNative("there are no native kernels here")
     found.run((Op * 1)(op), 1, torch.get_num_threads())

@@ -171,6 +171,8 @@ static void *worker(void *argument) {
 /* A forked child has none of the threads. */
 static void forget_workers(void) {
     pool.num_workers = pool.num_asleep = 0;
+    /* Another thread of the parent may have been in mid-run; nobody here may take a part of that. */
+    atomic_store(&pool.ticket, ticket_of(atomic_load(&pool.epoch), OVER, 0));
     pthread_mutex_init(&pool.lock, NULL);
     pthread_mutex_init(&pool.running, NULL);
     pthread_cond_init(&pool.wake, NULL);
