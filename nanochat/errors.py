@@ -47,6 +47,11 @@ class HistoryError(NanochatError):
     """The chat history can't be opened, read or written; the message says why and what helps."""
 
 
+def install_hint(extra: str) -> str:
+    """How to add an optional extra, as a sentence's end. From the folder: PyPI's nanochat is another project."""
+    return f"add it in nanochat's own folder with .venv/bin/pip install -e '.[{extra}]'."
+
+
 def one_line(error: BaseException, limit: int = 200) -> str:
     """An error's own words, fit for a terminal: printable, on one line, of at most ``limit`` characters."""
     return "".join(filter(str.isprintable, " ".join(str(error).split())))[:limit]

@@ -371,7 +371,7 @@ class TestServeWeb:
         monkeypatch.setitem(sys.modules, "textual_serve", None)
         assert main(["--serve-web"]) == 1
         error = capsys.readouterr().err
-        assert "pip install 'nanochat[web]'" in error
+        assert "pip install -e '.[web]'" in error
         assert error.count("\n") == 1
 
     def test_each_visitor_gets_the_app_with_the_same_options(self, monkeypatch: pytest.MonkeyPatch) -> None:

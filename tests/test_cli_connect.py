@@ -93,6 +93,16 @@ def test_failures_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
             assert error.count("\n") == 1
 
 
+def test_an_error_after_half_an_answer_has_a_line_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for is_terminal, shown in ((True, "Half\n"), (False, "Half")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        with fake_server(break_off("Half")) as server:
+            assert main(["ask", "Hi", "--connect", server.url]) == 1
+        assert capsys.readouterr().out == shown
+
+
 def test_a_client_loads_no_engine() -> None:
     """Neither PyTorch nor a tokenizer's library is imported for what another machine computes."""
     program = (

@@ -6,7 +6,7 @@ from nanochat.backend.interface import Backend
 from nanochat.backend.remote.config import RemoteConfig
 from nanochat.engine.config import EngineConfig
 from nanochat.engine.progress import Progress, ProgressCallback, ignore_progress
-from nanochat.errors import NanochatError
+from nanochat.errors import NanochatError, install_hint
 
 BackendConfig = EngineConfig | RemoteConfig
 """An engine to load, or a server to connect with. Both have a ``model``."""
@@ -31,7 +31,7 @@ def open_backend(config: BackendConfig, progress: ProgressCallback = ignore_prog
             if error.name is None or error.name.partition(".")[0] not in _EXTRA:
                 raise
             raise NanochatError(
-                "To connect with a server takes two more packages; install them: pip install 'nanochat[connect]'"
+                "To connect with a server takes two more packages; " + install_hint("connect")
             ) from error
         return RemoteBackend(config, progress)
     progress(Progress("Starting PyTorch"))

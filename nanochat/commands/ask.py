@@ -68,14 +68,19 @@ def run(args: argparse.Namespace) -> int:
     with closing(backend):
         with diverted(log):
             handle = backend.start(turn).handle
+        last = ""
         try:
             for event in handle:
                 if not args.json:
-                    print(sanitizer.feed(event.text) if is_terminal else event.text, end="", flush=True)
+                    text = sanitizer.feed(event.text) if is_terminal else event.text
+                    print(text, end="", flush=True)
+                    last = text or last
             output = handle.result()
         finally:
             handle.cancel()
     if output.error is not None:
+        if is_terminal and last and not last.endswith("\n"):
+            print(flush=True)  # the error gets a line of its own
         raise NanochatError(output.error)
     print(json.dumps(_report(output, tells_tokens=backend.about.tells_tokens)) if args.json else "")
     return 0

@@ -7,7 +7,7 @@ import os
 from types import ModuleType
 
 from nanochat.commands.options import add_engine_options, engine_config
-from nanochat.errors import NanochatError, WrongUsage
+from nanochat.errors import NanochatError, WrongUsage, install_hint
 from nanochat.stray_output import diverted, log_file
 
 KEY_VARIABLE = "NANOCHAT_API_KEY"
@@ -92,7 +92,5 @@ def _server_module() -> ModuleType:
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "prometheus_client"):
             raise
-        raise NanochatError(
-            "Serving the API needs the extra serve: pip install 'nanochat[serve]' adds it."
-        ) from None
+        raise NanochatError("Serving the API needs the extra serve; " + install_hint("serve")) from None
     return nanochat.server.run

@@ -80,7 +80,7 @@ def check_address(host: str, port: int, api_key: str | None) -> None:
     """
     if not 0 <= port <= 65_535:
         raise WrongUsage(f"--port must lie between 0 and 65535, not {port}.")
-    if api_key == "":
+    if api_key is not None and not api_key.strip():
         raise WrongUsage("The API key is empty; give one that can't be guessed.")
     if api_key is None and not is_loopback(host):
         raise WrongUsage(

@@ -24,6 +24,7 @@ from textual.screen import Screen
 from textual.widgets import TextArea
 
 from nanochat.backend.opening import BackendConfig
+from nanochat.backend.remote.config import RemoteConfig
 from nanochat.history import default_history_file
 from nanochat.sanitize import sanitize_line
 from nanochat.settings import AppSettings, Preset, Settings, user_path
@@ -113,6 +114,11 @@ class NanochatApp(App[None]):
         screen = MainScreen(self._system, self._archive)
         screen.panel_mode = None if self.look.panel == "auto" else self.look.panel
         return screen
+
+    @property
+    def is_over_server(self) -> bool:
+        """Whether a server answers, instead of an engine of our own."""
+        return isinstance(self._config, RemoteConfig)
 
     @property
     def main_screen(self) -> MainScreen:

@@ -48,10 +48,10 @@ def amount(progress: Progress) -> str:
     return f"{fmt.count(progress.done)} of {fmt.count(progress.total)}"
 
 
-def welcome(state: LoadState, actions: Sequence[Action] = ACTIONS) -> Content:
-    """What an empty chat says."""
+def welcome(state: LoadState, actions: Sequence[Action] = ACTIONS, who: str = "engine") -> Content:
+    """What an empty chat says; ``who``: what answers."""
     title = Content.styled("nanochat", "bold $accent")
-    lines = [title, Content.styled("many chats at once, one engine", "$muted"), Content("")]
+    lines = [title, Content.styled(f"many chats at once, one {who}", "$muted"), Content("")]
     if state.error is not None:
         lines += [
             Content.styled("There is no model to answer", "bold $error"),
@@ -90,7 +90,8 @@ class Welcome(Static):
     def show(self, state: LoadState) -> None:
         """Bring up to date."""
         self._state = state
-        self.update(welcome(state, actions_of(self)))
+        who = "server" if is_over_server(self) else "engine"
+        self.update(welcome(state, actions_of(self), who))
 
 
 NOT_SAVED = "not saved"
@@ -194,6 +195,11 @@ def fitting_keys(actions: Sequence[Action], width: int) -> list[Action]:
 
 def _key(action: Action) -> Content:
     return Content.styled(action.key_label, "$accent") + Content.styled(f" {action.footer}", "$muted")
+
+
+def is_over_server(widget: Widget) -> bool:
+    """Whether the widget's app chats with a server instead of an engine of its own."""
+    return bool(getattr(widget.app, "is_over_server", False))
 
 
 def actions_of(widget: Widget | Screen[Any]) -> tuple[Action, ...]:

@@ -14,6 +14,7 @@ from nanochat.engine.outputs import RequestOutput
 from nanochat.sanitize import sanitize
 from nanochat.ui import formatting as fmt
 from nanochat.ui.chat import Chat, Message, Note, Phase
+from nanochat.ui.chrome import is_over_server
 from nanochat.ui.markdown_view import MarkdownView
 
 SHOWN_CHARACTERS = 4_000
@@ -34,9 +35,17 @@ def shown_text(text: str) -> Content:
 
 
 def answer_footer(
-    output: RequestOutput, *, is_interrupted: bool = False, is_elsewhere: bool = False
+    output: RequestOutput,
+    *,
+    is_interrupted: bool = False,
+    is_elsewhere: bool = False,
+    can_go_on: bool = True,
 ) -> Content:
-    """What a finished answer cost, and how it ended if it didn't end by itself."""
+    """What a finished answer cost, and how it ended if it didn't end by itself.
+
+    Args:
+        can_go_on: whether what answers now could go on with it.
+    """
     metrics = output.metrics
     cached = f" ({fmt.count(metrics.cached_tokens)} cached)" if metrics.cached_tokens else ""
     parts = [
@@ -54,9 +63,9 @@ def answer_footer(
         contents.append(Content.styled("another nanochat was still writing this", "$warning"))
     elif ending:
         contents.append(Content.styled(ending, "$error" if has_failed else "$warning"))
-    if is_interrupted:
+    if is_interrupted and can_go_on:
         contents.append(Content.from_markup("[@click=screen.do('continue')]continue (/continue)[/]"))
-    elif has_failed and not is_elsewhere:
+    elif is_interrupted or (has_failed and not is_elsewhere):
         contents.append(Content.from_markup("[@click=screen.do('again')]answer again (/again)[/]"))
     return _SEPARATOR.join(contents)
 
@@ -222,6 +231,7 @@ class AnswerMessage(Vertical):
                 output,
                 is_interrupted=self.message.is_interrupted,
                 is_elsewhere=self.message.is_elsewhere,
+                can_go_on=not is_over_server(self),
             )
         elif self.message is self._chat.live:
             footer = live_footer(self._chat, self.message.answer.num_tokens)

@@ -17,6 +17,7 @@ from nanochat.engine.stats import BlockMap, SlowStep
 from nanochat.sanitize import sanitize_line
 from nanochat.ui import block_map as blocks
 from nanochat.ui import formatting as fmt
+from nanochat.ui.chrome import is_over_server
 from nanochat.ui.lines import LinesWidget
 from nanochat.ui.theme import tab_colour
 
@@ -324,7 +325,8 @@ class StatsPanel(LinesWidget):
             has_colours = not self.app.no_color
             self.show_lines(panel(self._snapshot, self._history, width, height, has_colours))
         else:
-            self.show_lines(_label("Statistics appear here once the model is loaded.").wrap(max(1, width)))
+            until = "the server has answered" if is_over_server(self) else "the model is loaded"
+            self.show_lines(_label(f"Statistics appear here once {until}.").wrap(max(1, width)))
 
 
 class StatsLine(LinesWidget):

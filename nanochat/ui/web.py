@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from nanochat.errors import NanochatError, WrongUsage
+from nanochat.errors import NanochatError, WrongUsage, install_hint
 
 DEFAULT_ADDRESS = "localhost:8000"
 
@@ -61,6 +61,6 @@ def _textual_serve() -> ModuleType:
         import textual_serve.server
     except ImportError:
         raise NanochatError(
-            "Serving the app to a browser needs the extra web: pip install 'nanochat[web]' adds it."
+            "Serving the app to a browser needs the extra web; " + install_hint("web")
         ) from None
     return textual_serve.server

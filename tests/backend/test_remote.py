@@ -273,6 +273,29 @@ class TestFigures:
         assert opened.stats().running == 7
         opened.close()
 
+    def test_a_page_that_nobody_has_foreseen_does_not_end_the_watch(
+        self, server: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(remote, "METRICS_INTERVAL_S", 0.02)
+        monkeypatch.setattr(remote, "LOOK_AGAIN_S", 0.1)
+        read_page, texts = remote.read_page, []
+
+        def read(text: str, model: str) -> object:
+            texts.append(text)
+            if len(texts) == 1:
+                raise AssertionError(text)
+            return read_page(text, model)
+
+        monkeypatch.setattr(remote, "read_page", read)
+        server.metrics = "vllm:num_requests_running 7\n"
+        opened = connect(server)
+        end_s = time.monotonic() + 10
+        while opened.stats().running != 7 and time.monotonic() < end_s:
+            time.sleep(0.02)
+        opened.close()
+        assert len(texts) > 1
+        assert "passed over: AssertionError" in caplog.text
+
     def test_a_server_without_a_page_is_not_asked_again_and_again(
         self, server: FakeServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -98,5 +98,5 @@ def test_a_missing_extra_is_told_with_the_command_that_installs_it(
         if name.partition(".")[0] == missing or name.startswith("nanochat.backend.remote."):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(NanochatError, match=r"pip install 'nanochat\[connect\]'"):
+    with pytest.raises(NanochatError, match=r"pip install -e '\.\[connect\]'"):
         open_backend(RemoteConfig(url="http://localhost:1"))

@@ -85,6 +85,7 @@ def test_the_key_may_come_from_the_environment(
         (["--port", "70000"], "--port must lie between"),
         (["--max-requests", "0"], "--max-requests must lie between"),
         (["--api-key", ""], "The API key is empty"),
+        (["--api-key", " \t"], "The API key is empty"),
     ],
 )
 def test_wrong_usage_is_a_sentence(
@@ -101,7 +102,7 @@ def test_without_the_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     monkeypatch.delitem(sys.modules, "nanochat.server.run")
     monkeypatch.delitem(sys.modules, "nanochat.server.connections", raising=False)
     assert main(["serve"]) == 1
-    assert "pip install 'nanochat[serve]'" in capsys.readouterr().err
+    assert "pip install -e '.[serve]'" in capsys.readouterr().err
 
 
 def test_a_model_that_isnt_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,6 +70,14 @@ def test_the_key(make_server: MakeServer) -> None:
     assert caught.value.code == "invalid_api_key"
 
 
+def test_blanks_around_the_key_count_on_neither_side(make_server: MakeServer) -> None:
+    for key in ("abc \t\n", " voilà "):  # à ends in a byte that is a blank in Latin-1
+        api = make_server(api_key=key, any_host=True)
+        for given in (key.strip(), f"  {key.strip()}"):
+            headers = {"authorization": f"Bearer {given}".encode()}
+            assert httpx2.get(f"{api.url}/v1/models", headers=headers).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("host", "port", "key", "sentence"),
     [
@@ -77,6 +85,7 @@ def test_the_key(make_server: MakeServer) -> None:
         ("::", 8000, None, "give it an --api-key"),
         ("my.example", 8000, None, "give it an --api-key"),
         ("127.0.0.1", 8000, "", "The API key is empty"),
+        ("127.0.0.1", 8000, " \n", "The API key is empty"),
         ("127.0.0.1", 65_536, None, "--port"),
         ("127.0.0.1", -1, None, "--port"),
     ],

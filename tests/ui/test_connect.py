@@ -106,6 +106,25 @@ async def test_a_server_that_restarts_in_mid_answer(server: FakeServer, tmp_path
         assert [message.answer.text for message in driver.chat.path[1::2]] == [kept, "I am back"]
 
 
+async def test_after_a_restart_a_server_is_not_said_to_go_on(server: FakeServer, tmp_path: Path) -> None:
+    server.chat = [talk_on]
+    file = tmp_path / "history.db"
+    async with started(at(server), sampling={}, history=file, hold=True) as driver:
+        await driver.until_seen("many chats at once, one server")
+        await driver.until_seen("Statistics appear here")
+        assert "loaded" not in driver.screen_text()
+        driver.load()
+        await driver.until_ready()
+        await driver.say("Go")
+        await driver.until(lambda: driver.chat.live and len(driver.chat.live.answer.text) > 30)
+        await driver.press("ctrl+q")
+        await driver.until(lambda: not driver.app.is_running)
+    async with started(at(server), sampling={}, history=file) as driver:
+        await driver.until_seen("interrupted")
+        assert driver.chat.path[1].is_interrupted
+        assert "interrupted · answer again (/again)" in footer(driver)
+
+
 async def test_answering_again_after_an_interruption_makes_a_branch(server: FakeServer) -> None:
     server.chat = [break_off("Half"), say("Whole")]
     async with started(at(server), sampling={}) as driver:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Coroutine
@@ -30,6 +31,8 @@ from nanochat.engine.config import SamplingParams
 from nanochat.engine.progress import Progress, ProgressCallback, ignore_progress
 from nanochat.engine.stats import BlockMap
 from nanochat.errors import EngineClosed, NanochatError
+
+logger = logging.getLogger(__name__)
 
 THEIRS = "figures of the whole server"
 OURS = "your own; the server tells none"
@@ -262,8 +265,16 @@ class RemoteBackend:
         while True:
             now_s = time.monotonic()
             if now_s - self._shown_s < SHOWN_S and now_s >= next_s:
-                next_s = now_s + (0.0 if await self._fetch() else LOOK_AGAIN_S)
+                next_s = now_s + (0.0 if await self._look() else LOOK_AGAIN_S)
             await asyncio.sleep(METRICS_INTERVAL_S)
+
+    async def _look(self) -> bool:
+        """As :meth:`_fetch`; a page that nobody has foreseen doesn't end the watch: the next may be a good one."""
+        try:
+            return await self._fetch()
+        except Exception as error:  # its words are the server's, and are not repeated
+            logger.warning("a page of metrics was passed over: %s", type(error).__name__)
+            return False
 
     async def _fetch(self) -> bool:
         """Read the page; False if the server has none."""
