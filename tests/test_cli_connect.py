@@ -65,7 +65,9 @@ def test_settings_of_the_file_are_sent_under_the_command_lines(
     [
         (["--connect", "http://localhost:1", "--kv", "int8"], "--kv has no effect with --connect"),
         (["--connect", "http://localhost:1", "--no-prefix-cache"], "--no-prefix-cache has no effect"),
-        (["--connect", "localhost:1"], "--connect must be an address"),
+        (["--connect", "localhost:1"], "Put http:// before it: http://localhost:1"),
+        (["--connect", ""], "--connect is empty"),
+        (["--connect", "http://localhost:1/v1/chat/completions"], "it ends in /v1 or in nothing"),
         (["--connect", "http://me:secret@localhost"], "--connect must not hold a name"),
         (["--api-key-env", "KEY"], "--api-key-env has no effect without --connect"),
         (["--connect", "http://localhost:1", "--api-key-env", "sk-secret"], "not the key itself"),
@@ -101,6 +103,18 @@ def test_an_error_after_half_an_answer_has_a_line_of_its_own(
         with fake_server(break_off("Half")) as server:
             assert main(["ask", "Hi", "--connect", server.url]) == 1
         assert capsys.readouterr().out == shown
+
+
+def test_a_tool_that_is_called_is_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    def call(asked: Asked, reply: Reply) -> None:
+        reply.begin_stream()
+        function = {"name": "x", "arguments": "{}"}
+        reply.piece(tool_calls=[{"index": 0, "function": function}], finish="tool_calls")
+        reply.event("[DONE]")
+
+    with fake_server(call) as server:
+        assert main(["ask", "Hi", "--connect", server.url]) == 1
+    assert "calls a tool instead of answering" in capsys.readouterr().err
 
 
 def test_a_client_loads_no_engine() -> None:

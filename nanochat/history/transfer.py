@@ -132,7 +132,9 @@ def parse_json(data: str | bytes) -> tuple[Chat, list[Message]]:
     except RecursionError:
         raise HistoryError("The file can't be imported: it is nested too deeply.") from None
     except ValueError as error:  # also text that isn't UTF-8 and numbers with thousands of digits
-        raise HistoryError(f"The file can't be imported: it isn't valid JSON ({error}).") from None
+        is_number = "set_int_max_str_digits" in str(error)  # Python's advice is for programmers
+        reason = "a number in it has too many digits" if is_number else str(error)
+        raise HistoryError(f"The file can't be imported: it isn't valid JSON ({reason}).") from None
     fields = _Fields(content, "the chat")
     if fields.get("format") != FORMAT:
         raise HistoryError("The file can't be imported: it isn't a chat that nanochat exported as JSON.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import resource
 import signal
 import socket
@@ -78,6 +79,8 @@ def check_address(host: str, port: int, api_key: str | None) -> None:
     Raises:
         WrongUsage: the message says what to do.
     """
+    if not host.strip():
+        raise WrongUsage("--host is empty; leave it out to serve this machine only.")
     if not 0 <= port <= 65_535:
         raise WrongUsage(f"--port must lie between 0 and 65535, not {port}.")
     if api_key is not None and not api_key.strip():
@@ -131,6 +134,12 @@ def listen(sockets: Sequence[socket.socket]) -> None:
 
 def _cant_be_used(host: str, port: int, error: OSError | UnicodeError) -> NanochatError:
     reason = getattr(error, "strerror", None) or type(error).__name__
+    is_host = isinstance(error, (socket.gaierror, UnicodeError)) or error.errno == errno.EADDRNOTAVAIL
+    if is_host:
+        return NanochatError(
+            f"{host[:60]} is no address of this machine ({reason}); choose another --host, or leave it out to serve "
+            "this machine only."
+        )
     return NanochatError(f"{host[:60]}, port {port} can't be used: {reason}; choose another --port.")
 
 

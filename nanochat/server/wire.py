@@ -44,6 +44,10 @@ def from_json(body: bytes | bytearray) -> Any:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    except ValueError as error:
+        if "set_int_max_str_digits" in str(error):  # Python's advice is for programmers, not for clients
+            raise ValueError("a number in it has too many digits") from error
+        raise
 
 
 def _refuse_constant(name: str) -> None:

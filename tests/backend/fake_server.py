@@ -117,6 +117,7 @@ class FakeServer:
     models: Any = field(
         default_factory=lambda: {"object": "list", "data": [{"id": "fake", "max_model_len": 2048}]}
     )
+    models_kind: str = "application/json"
     metrics: str | None = None
     metrics_kind: str = "text/plain"
     asked: list[Asked] = field(default_factory=list)
@@ -177,7 +178,7 @@ class FakeServer:
 
     def _answer(self, asked: Asked, reply: Reply) -> None:
         if asked.path.endswith("/models") and self.models is not None:
-            reply.whole(200, self.models)
+            reply.whole(200, self.models, self.models_kind)
         elif asked.path.endswith("/chat/completions"):
             script = self.chat.pop(0) if len(self.chat) > 1 else self.chat[0]
             script(asked, reply)

@@ -26,6 +26,7 @@ from nanochat.errors import InvalidOption, NanochatError
             "http://localhost:8000/metrics",
             "localhost:8000",
         ),
+        (" https://a.b \n", "https://a.b/v1", "https://a.b/metrics", "a.b"),
         ("https://a.b/v1/", "https://a.b/v1", "https://a.b/metrics", "a.b"),
         ("https://a.b/team/v1", "https://a.b/team/v1", "https://a.b/team/metrics", "a.b/team"),
         ("http://[::1]:30000", "http://[::1]:30000/v1", "http://[::1]:30000/metrics", "[::1]:30000"),
@@ -42,7 +43,7 @@ def test_addresses(url: str, base: str, metrics: str, place: str) -> None:
     [
         "", "localhost:8000", "ftp://a.b", "file:///etc/passwd", "http://", "http:///v1", "http://a b/v1", "http://a\n.b",
         "http://a.b:99999", "http://a.b:x", "http://user:pass@a.b", "http://user@a.b", "http://a.b/v1?key=1", "http://a.b#x",
-        "http://ä.b", "http://" + "a" * 3_000, "http://[::1", "javascript:alert(1)",
+        "http://a.b/v1/chat/completions", "http://a.b/v1/models/", "http://ä.b", "http://" + "a" * 3_000, "http://[::1", "javascript:alert(1)",
     ],
 )  # fmt: skip
 def test_what_is_no_address_is_refused_without_its_secrets(url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanochat.backend.interface import Refused
+from nanochat.backend.opening import open_backend
 from nanochat.backend.remote import client, stream
 from nanochat.backend.remote.backend import RemoteBackend
+from nanochat.backend.remote.config import RemoteConfig
 from nanochat.backend.remote.handle import RemoteHandle
 from nanochat.backend.remote.stream import Answer
+from nanochat.errors import NanochatError
 from tests.backend.fake_server import (
     Asked,
     FakeServer,
@@ -157,6 +161,89 @@ class TestFailures:
         server.chat = [old]
         assert answer(backend, sampling={"max_tokens": 9}).text == "fine"
         assert server.chats()[-1]["max_completion_tokens"] == 9
+
+
+class TestOtherServers:
+    """What answers is a server, but not of this API."""
+
+    @pytest.mark.parametrize(
+        "models",
+        ["<html>hi", "null", "[1, 2]", '{"data": {"a": 1}}', "{}", "7", "[" * 100_000, "9" * 100_000],
+    )
+    @pytest.mark.parametrize(
+        "kind", ["application/json", "text/html; charset=hex", "text/plain; charset=idna"]
+    )
+    def test_a_list_of_models_that_is_none(self, server: FakeServer, models: str, kind: str) -> None:
+        server.models, server.models_kind = models, kind
+        with pytest.raises(NanochatError) as caught:
+            connect(server)
+        assert str(caught.value) == (
+            f"127.0.0.1:{server.port} doesn't answer as an OpenAI-compatible server does "
+            "(its /v1/models is not a list of models); check the address."
+        )
+
+    def test_an_answer_that_is_no_http(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(client, "MAX_RETRIES", 0)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+
+            def greet() -> None:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(65_536)
+                    connection.sendall(b"\x00\xff\x1b[31mgarbage\r\n\r\n")
+
+            threading.Thread(target=greet, daemon=True).start()
+            with pytest.raises(NanochatError, match=r"what it sends is not HTTP\); check the address\.$"):
+                open_backend(RemoteConfig(url=f"http://127.0.0.1:{listener.getsockname()[1]}"))
+
+    def test_a_path_without_an_api(self, server: FakeServer) -> None:
+        server.models = None
+        with pytest.raises(NanochatError, match=r"most addresses end in /v1 or in nothing"):
+            open_backend(RemoteConfig(url=f"{server.url}/v2"))
+        with pytest.raises(NanochatError, match=r"doesn't list its models; name one"):
+            connect(server)
+
+    @pytest.mark.parametrize(
+        ("body", "kind", "said"),
+        [
+            ("<html><body>hi", "text/html", "it sends a web page"),
+            ("<html><body>hi", "application/json", "something else than an answer"),
+            ("null", "application/json; charset=hex", "something else than an answer"),
+            ("9" * 100_000, "application/json", "something else than an answer"),
+            ('data: {"choices": 9' + "9" * 100_000 + "}\n\n", "text/event-stream", "it sends no answer"),
+        ],
+    )
+    def test_a_chat_that_is_none(
+        self, server: FakeServer, backend: RemoteBackend, body: str, kind: str, said: str
+    ) -> None:
+        server.chat = [lambda asked, reply: reply.whole(200, body, kind)]
+        sentence = str(refusal(backend))
+        assert "doesn't answer as an OpenAI-compatible server does" in sentence
+        assert said in sentence
+
+    def test_a_whole_answer_where_a_stream_was_asked_for(
+        self, server: FakeServer, backend: RemoteBackend
+    ) -> None:
+        usage = {"prompt_tokens": 5, "completion_tokens": 2}
+        for message, text in (
+            ({"content": "All of it"}, "All of it"),
+            ({"content": "So", "reasoning_content": "Hm"}, "<think>\nHm\n</think>\n\nSo"),
+        ):
+            whole = {"choices": [{"message": message}], "usage": usage}
+            server.chat = [lambda asked, reply, whole=whole: reply.whole(200, whole)]
+            output = answer(backend)
+            assert (output.text, output.finish_reason, output.error) == (text, "stop", None)
+            assert output.metrics.prompt_tokens == 5
+        for odd in ([], [None], [{}], [{"message": 7}], [{"message": {"content": 7}}]):
+            server.chat = [lambda asked, reply, odd=odd: reply.whole(200, {"choices": odd, "usage": 3})]
+            assert answer(backend).text == ""
+
+    def test_a_stream_under_a_wrong_name(self, server: FakeServer, backend: RemoteBackend) -> None:
+        events = (
+            'data: {"choices": [{"delta": {"content": "Hi"}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+        )
+        server.chat = [lambda asked, reply: reply.whole(200, events)]
+        assert answer(backend).text == "Hi"
 
 
 class TestHostileServers:

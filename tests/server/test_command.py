@@ -82,6 +82,7 @@ def test_the_key_may_come_from_the_environment(
     ("options", "sentence"),
     [
         (["--host", "0.0.0.0"], "give it an --api-key"),
+        (["--host", ""], "--host is empty"),
         (["--port", "70000"], "--port must lie between"),
         (["--max-requests", "0"], "--max-requests must lie between"),
         (["--api-key", ""], "The API key is empty"),

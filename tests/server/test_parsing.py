@@ -157,6 +157,7 @@ def test_what_is_asked_for_arrives() -> None:
         (b"", "Expecting value"),
         (b"{", "Expecting property name"),
         (b'{"a": NaN}', "NaN is no JSON number"),
+        (b'{"a": ' + b"9" * 100_000 + b"}", "a number in it has too many digits$"),
         (b'{"a": -Infinity}', "Infinity"),
         (b"\xff\xfe", "byte 0 isn't UTF-8"),
         (b"[" * 100_000, "nested too deeply"),

@@ -26,6 +26,7 @@ from nanochat.backend.remote.models import ServedModel, choose, served_models
 from nanochat.backend.remote.monitor import Monitor, OwnFigures
 from nanochat.backend.remote.request import REASONING_TAGS, adapted, num_characters, request_of
 from nanochat.backend.remote.stream import Answer
+from nanochat.backend.remote.whole import whole_answer
 from nanochat.backend.stats import BackendStats
 from nanochat.engine.config import SamplingParams
 from nanochat.engine.progress import Progress, ProgressCallback, ignore_progress
@@ -146,8 +147,12 @@ class RemoteBackend:
             models = await served_models(self._client)
         except openai.NotFoundError:
             models = None  # it doesn't list them
-        except Exception as error:  # whatever a server can cause is to end in a sentence
+        except (openai.APIError, httpx2.HTTPError, TooMuch) as error:
             raise NanochatError(self._explain.sentence(error)) from error
+        except Exception as error:  # whatever a server can cause is to end in a sentence
+            raise NanochatError(
+                self._explain.no_such_server("its /v1/models is not a list of models")
+            ) from error
         return choose(models, self._config.model, self._explain)
 
     def _describe(self) -> About:
@@ -224,6 +229,10 @@ class RemoteBackend:
                     raise
                 request = other
         async with stream:
+            whole = await whole_answer(stream.response)
+            if whole is not None:
+                answer.take(whole)
+                return
             async for chunk in stream:
                 had_begun = answer.has_begun
                 answer.take(chunk)
@@ -236,6 +245,12 @@ class RemoteBackend:
         """The stream has ended without an error."""
         if answer.is_full:
             answer.end("error", "The answer has become too long to be taken; it was ended here.")
+        elif answer.wants_tool and not answer.has_begun:
+            answer.handle.refuse(
+                NanochatError(
+                    f"{self._explain.place} calls a tool instead of answering; there are none here."
+                )
+            )
         elif answer.is_complete:
             answer.end()
         elif answer.has_begun:

@@ -47,6 +47,8 @@ class GuardedClient(httpx2.AsyncClient):
             request.headers["Authorization"] = self._authorization
         response = await super().send(request, stream=True, **options)
         is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
+        # Not the charset that the server names: of Python's, some decode to no text at all, or to a flood of it.
+        response.encoding = "utf-8"
         body: Any = response.stream
         response.stream = _Bounded(body, MAX_STREAM_BYTES if is_stream else MAX_BODY_BYTES)
         if response.headers.get("content-encoding", "identity").lower() != "identity":

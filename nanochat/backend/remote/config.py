@@ -14,6 +14,8 @@ from nanochat.sanitize import sanitize_line
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MAX_URL = 2_000
+_ENDPOINTS = ("/completions", "/models", "/responses", "/embeddings", "/messages")
+"""What clients put behind an API's address themselves."""
 _MAX_KEY = 8_192
 
 
@@ -33,6 +35,7 @@ class RemoteConfig:
     """Environment variable that holds the key; empty: none is sent."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "url", self.url.strip())
         _check_url(self.url)
         # What isn't a name may be the key itself, by mistake: it must not be repeated in a message.
         if self.api_key_env and not _VARIABLE.fullmatch(self.api_key_env):
@@ -93,8 +96,13 @@ class RemoteConfig:
 
 
 def _check_url(url: str) -> None:
+    if not url:
+        raise InvalidOption("url is empty; give the server's address, such as http://localhost:8000.")
     parts = _split(url)
     shown = sanitize_line(url, 100)
+    with_scheme = _split(f"http://{url}") if "://" not in url and "@" not in url else None
+    if with_scheme is not None and with_scheme.hostname:
+        raise InvalidOption(f"url must be a whole address. Put http:// before it: http://{shown}")
     if parts is None or parts.scheme.lower() not in ("http", "https") or not parts.hostname:
         shown = shown if "@" not in shown else "what was given"  # it may hold a password
         raise InvalidOption(f"url must be an address such as http://localhost:8000, not {shown}.")
@@ -104,6 +112,10 @@ def _check_url(url: str) -> None:
         )
     if parts.query or parts.fragment:
         raise InvalidOption("url must end with its path: nothing after ? or # would reach the server.")
+    if parts.path.rstrip("/").endswith(_ENDPOINTS):
+        raise InvalidOption(
+            "url must be that of the whole API: it ends in /v1 or in nothing, without chat/completions and the like."
+        )
 
 
 def _split(url: str) -> SplitResult | None:

@@ -14,6 +14,7 @@ from nanochat.backend.dropping import drop_offer
 from nanochat.backend.interface import DropOffer, Refused, Turn
 from nanochat.backend.remote.client import SILENCE_TIMEOUT_S, TooMuch
 from nanochat.backend.remote.config import RemoteConfig
+from nanochat.backend.remote.whole import NoAnswer
 from nanochat.errors import NanochatError, reason_of
 from nanochat.sanitize import sanitize_line
 
@@ -67,7 +68,22 @@ class Explainer:
             return f"{self.place} {error}; that is not taken."
         if isinstance(error, openai.APIError):  # told in the midst of a stream
             return f"{self.place} has failed: {self.words(message_of(error))}."
-        return f"{self.place} answers with something other than OpenAI's API ({self.words(reason_of(error), 120)})."
+        # Its words are Python's, about what the server has sent; they would help nobody.
+        return self.no_such_server(str(error) if isinstance(error, NoAnswer) else "it sends no answer")
+
+    def no_such_server(self, why: str) -> str:
+        """It answers, but not in the API's terms."""
+        return f"{self.place} doesn't answer as an OpenAI-compatible server does ({why}); check the address."
+
+    def no_list(self) -> str:
+        """It says that it has no list of models, and none was named."""
+        base = self._config.base_url
+        if base.endswith("/v1"):
+            return f"{self.place} doesn't list its models; name one with --model."
+        return (
+            f"{self.place} has no list of models under {self.words(base, 200)}: most addresses end in /v1 or in "
+            "nothing. Check it, or name a model with --model."
+        )
 
     def lost(self, error: BaseException | None) -> str:
         """The answer broke off in its midst."""
@@ -75,6 +91,8 @@ class Explainer:
             what = f"{self.place} has said nothing for {SILENCE_TIMEOUT_S:.0f} seconds"
         elif isinstance(error, TooMuch):
             what = f"{self.place} {error}"
+        elif isinstance(error, (ValueError, TypeError, AttributeError, RecursionError)):
+            what = f"{self.place} sent something in mid-answer that is no part of one"
         elif isinstance(error, openai.APIError) and not isinstance(error, openai.APIConnectionError):
             what = f"{self.place} has failed in mid-answer: {self.words(message_of(error), 160)}"
         else:
@@ -117,7 +135,9 @@ class Explainer:
         if status == 404 and "model" in said.lower():
             return f"{place} does not have this model (404){words}; choose another."
         if status == 404:
-            return f"{place} has nothing at {self._config.base_url} (404); is the path of the address right?"
+            base = self._config.base_url
+            hint = "" if base.endswith("/v1") else " Most addresses end in /v1 or in nothing."
+            return f"{place} has nothing at {base} (404); is the path of the address right?{hint}"
         if status == 429:
             return f"{place} has too much to do, or you have asked too often (429){words}. Try again in a moment."
         if status >= 500:
@@ -129,6 +149,8 @@ class Explainer:
 
     def _connection(self, cause: BaseException) -> str:
         why = self.words(reason_of(cause), 160)
+        if isinstance(cause, httpx2.RemoteProtocolError) and "disconnected" not in why:
+            return self.no_such_server("what it sends is not HTTP")
         if "refused" in why.lower() or "all connection attempts failed" in why.lower():
             return f"Nothing answers at {self.place}; is the server running there?"
         if re.search(r"name or service|nodename|getaddrinfo|name resolution", why, re.I):

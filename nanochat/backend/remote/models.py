@@ -10,6 +10,7 @@ import openai
 
 from nanochat.backend.remote.errors import Explainer
 from nanochat.errors import ModelNotFound
+from nanochat.sanitize import SURROGATES
 
 LIST_TIMEOUT_S = 20.0
 MAX_MODELS = 1_000
@@ -37,7 +38,7 @@ async def served_models(client: openai.AsyncOpenAI) -> list[ServedModel]:
     models = []
     for entry in entries[:MAX_MODELS]:
         name = getattr(entry, "id", None)
-        if isinstance(name, str) and 0 < len(name) <= MAX_ID:
+        if isinstance(name, str) and 0 < len(name) <= MAX_ID and not SURROGATES.search(name):
             models.append(ServedModel(name, _limit(getattr(entry, "max_model_len", None))))
     return models
 
@@ -54,7 +55,7 @@ def choose(models: Sequence[ServedModel] | None, wanted: str, explain: Explainer
     if models is None:
         if wanted:
             return ServedModel(wanted)
-        raise ModelNotFound(f"{explain.place} doesn't list its models; name one with --model.")
+        raise ModelNotFound(explain.no_list())
     if wanted:
         found = next((model for model in models if model.id == wanted), None)
         if found is not None:

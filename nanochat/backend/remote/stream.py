@@ -63,6 +63,11 @@ class Answer:
             return False
         return self.finish_reason is not None or self.usage is not None
 
+    @property
+    def wants_tool(self) -> bool:
+        """Whether the model has ended with a call of a tool."""
+        return self.finish_reason in ("tool_calls", "function_call")
+
     def take(self, chunk: Any) -> None:
         """The next chunk of the stream."""
         self._take_usage(getattr(chunk, "usage", None))
