@@ -98,11 +98,16 @@ def save_tabs(connection: Connection, session_id: int, chat_ids: Iterable[int], 
 
 
 def claim_tabs(connection: Connection, session_id: int) -> list[int]:
-    """Take over the tabs of sessions that have ended; returns all of the session's tabs in their order."""
+    """Take over the tabs of sessions that have ended; returns all of the session's tabs in their order.
+
+    Last come chats in which such a session has left a draft, and that no tab has.
+    """
     rows = connection.execute(
-        "SELECT id, tab_in_view FROM chats WHERE tab_position IS NOT NULL AND "
-        "(tab_session = ?1 OR tab_session NOT IN (SELECT id FROM sessions)) "
-        "ORDER BY tab_session <> ?1, tab_session, tab_position",
+        "SELECT id, tab_in_view FROM chats WHERE "
+        "CASE WHEN tab_position IS NOT NULL THEN "
+        "tab_session = ?1 OR tab_session NOT IN (SELECT id FROM sessions) "
+        "ELSE id IN (SELECT chat_id FROM drafts WHERE session_id NOT IN (SELECT id FROM sessions)) END "
+        "ORDER BY tab_position IS NULL, tab_session <> ?1, tab_session, tab_position",
         (session_id,),
     ).fetchall()
     chat_ids = [chat_id for chat_id, _ in rows]

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from nanochat.errors import HistoryError
+from nanochat.history.drafts import IS_DRAFT_ONLY
 from nanochat.history.records import (
     Chat,
     Message,
@@ -40,11 +41,11 @@ def chat(connection: Connection, chat_id: int) -> Chat:
 
 
 def list_chats(connection: Connection, limit: int, after: Chat | None) -> list[Chat]:
-    """Chats that follow one in the list, last used first."""
+    """Chats that follow one in the list, last used first, without those that have only a draft."""
     last = (after.updated_at, after.id) if after is not None else (math.inf, 0)
     rows = connection.execute(
         f"SELECT {_CHAT_COLUMNS} FROM chats WHERE (updated_at, id) < (?, ?) "
-        "ORDER BY updated_at DESC, id DESC LIMIT ?",
+        f"AND NOT {IS_DRAFT_ONLY} ORDER BY updated_at DESC, id DESC LIMIT ?",
         (*last, limit),
     )
     return [_chat(row) for row in rows]
@@ -145,7 +146,7 @@ def search(connection: Connection, query: str, limit: int) -> list[SearchHit]:
 def _search_titles(connection: Connection, words: list[str], limit: int) -> list[SearchHit]:
     rows = connection.execute(
         "SELECT id, title, created_at FROM chats WHERE title LIKE ? ESCAPE '\\' "
-        "ORDER BY updated_at DESC, id DESC LIMIT ?",
+        f"AND NOT {IS_DRAFT_ONLY} ORDER BY updated_at DESC, id DESC LIMIT ?",
         (like_pattern(words), limit),
     )
     hits = []

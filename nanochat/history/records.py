@@ -39,6 +39,8 @@ class Chat:
     """Its place among the open tabs; None if it is closed."""
     is_in_view: bool = False
     """Whether it is the tab that the session looked at last."""
+    draft: str = ""
+    """What stood in the tab's prompt; told only of tabs that are restored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

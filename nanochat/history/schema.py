@@ -92,4 +92,14 @@ _LETTERS: Migration = (
     SELECT id, segmented(text) FROM messages WHERE state <> 'streaming'""",
 )
 
-MIGRATIONS: tuple[Migration, ...] = (_TABLES, _LETTERS)
+_DRAFTS: Migration = (
+    # What stands in a prompt, by the session whose tab it is: two may have the same chat open.
+    """CREATE TABLE drafts (
+        chat_id INTEGER NOT NULL REFERENCES chats (id) ON DELETE CASCADE,
+        session_id INTEGER NOT NULL,
+        text TEXT NOT NULL,
+        PRIMARY KEY (chat_id, session_id)
+    ) STRICT""",
+)
+
+MIGRATIONS: tuple[Migration, ...] = (_TABLES, _LETTERS, _DRAFTS)

@@ -7,6 +7,7 @@ disk must not be felt.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import sqlite3
@@ -19,13 +20,8 @@ from typing import Any, Self
 
 from nanochat.errors import HistoryError
 from nanochat.history import changes, queries, transfer
-from nanochat.history.database import (
-    Database,
-    create_private,
-    explain,
-    explaining,
-    require_sqlite,
-)
+from nanochat.history.database import Database, create_private, explain, explaining, require_sqlite
+from nanochat.history.drafts import Drafts, claim_drafts
 from nanochat.history.records import (
     Chat,
     Message,
@@ -89,6 +85,8 @@ class History:
             report,
             save_interval_s,
         )
+        self.drafts = Drafts(self._writer, self._sessions.own_id)
+        """What stands in the prompts of this session's tabs."""
 
     def __enter__(self) -> Self:
         return self
@@ -233,7 +231,7 @@ class History:
         self._submit(changes.save_tabs, self._sessions.own_id, tuple(chat_ids), in_view)
 
     def restore_tabs(self) -> list[Chat]:
-        """Take over the tabs of sessions that have ended, in their order; they are now this session's.
+        """Take over the tabs of sessions that have ended, in their order and with drafts; now they are this session's.
 
         Tabs of other running processes stay theirs. Call it once, before :meth:`save_tabs`; waits for the
         disk.
@@ -242,7 +240,9 @@ class History:
         def claim(connection: sqlite3.Connection) -> list[Chat]:
             self._sessions.end_dead(connection)
             chat_ids = changes.claim_tabs(connection, self._sessions.own_id)
-            return [queries.chat(connection, chat_id) for chat_id in chat_ids]
+            drafts = claim_drafts(connection, self._sessions.own_id, chat_ids)
+            chats = [queries.chat(connection, chat_id) for chat_id in chat_ids]
+            return [dataclasses.replace(chat, draft=drafts.get(chat.id, "")) for chat in chats]
 
         return self._writer.call(claim, WAIT_S)
 

@@ -102,7 +102,9 @@ class NanochatApp(App[None]):
         """What to load again if another model, chosen by the user, can't be loaded."""
         self._bridge: Bridge | None = None
         self._interrupted_s = -QUIT_WINDOW_S
-        self.signals = EndingSignals(lambda: self._archive.close(CLOSE_WAIT_S))
+        self._main: MainScreen | None = None
+        """The main screen, also once the app has ended."""
+        self.signals = EndingSignals(self._save)
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = theme_named(self.look.theme).name
@@ -111,7 +113,7 @@ class NanochatApp(App[None]):
         self.set_keymap({action.id: action.keys for action in actions if action != find(action.id)})
 
     def get_default_screen(self) -> Screen[None]:
-        screen = MainScreen(self._system, self._archive)
+        screen = self._main = MainScreen(self._system, self._archive)
         screen.panel_mode = None if self.look.panel == "auto" else self.look.panel
         return screen
 
@@ -267,11 +269,8 @@ class NanochatApp(App[None]):
     def close_engine(self) -> bool:
         """End loading or the engine, and save the chats; False if a thread is still busy after a moment."""
 
-        def close_history() -> None:
-            self.unsaved = self._archive.close(CLOSE_WAIT_S) or self.unsaved
-
         tasks: list[Callable[[], object]] = [
-            close_history,
+            self._save,
             lambda: self._loader.abandon(LOAD_WAIT_S),
         ]
         if self._bridge is not None:
@@ -284,6 +283,17 @@ class NanochatApp(App[None]):
         for thread in threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return self._loader.is_idle and not any(thread.is_alive() for thread in threads)
+
+    def _save(self) -> None:
+        """Save the chats and what stands in prompts, and close the history."""
+        try:
+            if self._main is not None:
+                self._main.keep_drafts()
+        except (
+            Exception
+        ):  # the app may have failed, or hang in the midst of anything: chats are still to be saved
+            logger.exception("what stands in the prompts could not be read")
+        self.unsaved = self._archive.close(CLOSE_WAIT_S) or self.unsaved
 
 
 def run_app(config: BackendConfig, *, system: str | None = None, settings: Settings | None = None) -> int:

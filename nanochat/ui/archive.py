@@ -69,6 +69,8 @@ class Archive:
         """Whether the history is one in memory because the file can't be used."""
         self._saved: dict[int, tuple[object, ...]] = {}
         """Settings by the chat's id as they were last saved."""
+        self._drafts: dict[int, str] = {}
+        """What stands in prompts, by the chat's id, as it was last saved; empty ones are left out."""
         self.model = ""
         """What answers are given by, once that is known."""
         self._is_closing = threading.Event()
@@ -97,6 +99,8 @@ class Archive:
     def loaded(self, chat: Chat) -> None:
         """The chat was read from the history, and is open now."""
         self._saved[chat.id] = _settings(chat)
+        if chat.draft:
+            self._drafts[chat.id] = chat.draft
 
     def close(self, timeout_s: float) -> str | None:
         """Save what isn't; answers under way count as interrupted. May be called on any thread.
@@ -117,7 +121,7 @@ class Archive:
     # Changes
 
     def keep(self, chat: Chat) -> None:
-        """Save a chat as it is now. A chat is created when it has its first message."""
+        """Save a chat as it is now. A chat is created when it has its first message or draft."""
         if (message := chat.live) is not None:
             if chat.id not in self._live:
                 self._live[chat.id] = live = _Live(message)
@@ -161,7 +165,8 @@ class Archive:
             self._do(lambda history: _finish(history, message, output))
 
     def left(self, chat: Chat) -> None:
-        """A tab was closed; an answer under way ends as it stands."""
+        """A tab was closed; an answer under way ends as it stands, and what stands in its prompt is forgotten."""
+        self._forget_draft(chat)
         live = self._live.pop(chat.id, None)
         self._saved.pop(chat.id, None)
         if live is not None and live.message.store_id is not None:
@@ -179,9 +184,33 @@ class Archive:
             output = answer.output
             if answer.store_id is not None:
                 self._do(lambda history: _finish(history, answer, output))
-        if not chat.root.children and (chat_id := chat.store_id) is not None:
+        self.configure(chat)  # without its first message, it has no title
+
+    def keep_draft(self, chat: Chat, text: str) -> bool:
+        """Save what stands in a chat's prompt; whether the chat was created for it, and its tab isn't saved yet.
+
+        Costs next to nothing if it is what was saved last.
+        """
+        history = self._history
+        if history is None or self._drafts.get(chat.id, "") == text:
+            return False
+        if not text.strip():
+            self._forget_draft(chat)
+            return False
+        self._drafts[chat.id] = text
+        is_new = chat.store_id is None
+        if is_new:
+            self._do(lambda history: self._create(history, chat))
+        self._do(lambda history: history.drafts.keep(_id(chat), text))
+        return is_new
+
+    def _forget_draft(self, chat: Chat) -> None:
+        """A chat without messages is no longer saved then."""
+        if self._drafts.pop(chat.id, None) is None or chat.store_id is None:
+            return
+        self._do(lambda history: history.drafts.forget(_id(chat)))
+        if not chat.root.children:
             chat.store_id = None
-            self.read(lambda history: history.delete_chat(chat_id))
 
     def chose(self, message: Message) -> None:
         """The path goes through this message now."""
@@ -269,10 +298,9 @@ class Archive:
         if chat.store_id is None:
             if not chat.root.children:
                 return
-            chat.store_id = history.create_chat(
-                chat.title, system=chat.system, model=self.model, sampling=settings_of(chat)
-            )
-            self._saved[chat.id] = (*_settings(chat)[:-1], 0)
+            self._create(history, chat)
+        elif chat.root.children and chat.root.children[0].store_id is None:
+            self._saved.pop(chat.id, None)  # it was created for a draft, perhaps before the model was known
         self.configure(chat)
         added = [message for message in chat.messages() if message.store_id is None]
         for message in added:
@@ -281,6 +309,12 @@ class Archive:
         # off further up.
         if len(added) > 2 or (added and added[0].branch[1] > 1):
             self.chose(chat.path[-1])
+
+    def _create(self, history: History, chat: Chat) -> None:
+        chat.store_id = history.create_chat(
+            chat.title, system=chat.system, model=self.model, sampling=settings_of(chat)
+        )
+        self._saved[chat.id] = (*_settings(chat)[:-1], 0)
 
     def _add(self, history: History, chat: Chat, message: Message) -> None:
         chat_id = _id(chat)

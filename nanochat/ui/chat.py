@@ -139,7 +139,7 @@ class Chat:
     warned_context: bool = False
     notes: list[Note] = field(default_factory=list)
     draft: str = ""
-    """Text to put into the prompt when the chat is first shown."""
+    """Text to put into the prompt when its tab is opened."""
     editing: Message | None = None
     """The question that the next message stands beside, as another branch."""
     enable_thinking: bool | None = None

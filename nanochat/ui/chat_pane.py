@@ -57,6 +57,8 @@ class ChatPane(Vertical):
         self._is_stale = False
         self._set_aside = ""
         """What stood in the prompt before a message was put there to be edited."""
+        self._to_edit = ""
+        """That message's text."""
 
     def compose(self) -> ComposeResult:
         yield self._transcript
@@ -87,6 +89,7 @@ class ChatPane(Vertical):
             self._set_aside = self._prompt.full_text
         self._prompt.border_title = EDITING
         self._prompt.take(text)
+        self._to_edit = self._prompt.full_text
 
     def end_edit(self, *, is_given_up: bool = False) -> None:
         """The message was sent, or the edit given up: what stood in the prompt before is back."""
@@ -113,6 +116,14 @@ class ChatPane(Vertical):
     def has_draft(self) -> bool:
         """Whether anything stands in the prompt."""
         return bool(self._prompt.text.strip())
+
+    @property
+    def draft(self) -> str:
+        """What is not sent yet: of a message being edited, what was changed, ahead of what waits for its end."""
+        text = self._prompt.full_text
+        if self._prompt.border_title is None:
+            return text
+        return "\n".join(filter(None, (text if text != self._to_edit else "", self._set_aside)))
 
     def show_turn(self, answer: Message) -> None:
         """A question and its answer to come were added at the end."""

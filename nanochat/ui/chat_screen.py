@@ -98,10 +98,11 @@ class ChatScreen(PaneScreen):
         """Take back a question whose answer can't start, and put it into the prompt; returns it."""
         pane = self.pane(chat)
         text, gone = chat.withdraw()
-        self.archive.withdrew(chat, gone)
-        pane.show_path()
         if text:
             pane.restore_prompt(text)
+            self.keep_draft(chat)  # first: it is saved at any moment, as a message or as a draft
+        self.archive.withdrew(chat, gone)
+        pane.show_path()
         return text
 
     def release(self) -> None:
@@ -144,6 +145,7 @@ class ChatScreen(PaneScreen):
             chat.live.model = self.archive.model
         is_new = chat.store_id is None
         self.archive.keep(chat)
+        self.keep_draft(chat)
         if is_new:
             self.save_tabs()
         if self.bridge is None:

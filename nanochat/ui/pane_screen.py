@@ -12,6 +12,7 @@ from textual import events
 from textual.app import ComposeResult
 from textual.containers import Horizontal
 from textual.screen import Screen
+from textual.timer import Timer
 from textual.widgets import ContentSwitcher
 
 from nanochat.ui.archive import Archive, HistoryOpened
@@ -26,6 +27,9 @@ from nanochat.ui.workspace import Workspace
 PANEL_COLUMNS = 96
 """A narrower screen, or one with fewer than ``PANEL_ROWS`` rows, has one line instead of the full panel."""
 PANEL_ROWS = 18
+
+DRAFT_S = 0.8
+"""What is written in a prompt is saved this long after, with all that has come meanwhile."""
 
 PanelMode = Literal["full", "narrow", "line", "off"]
 
@@ -51,6 +55,7 @@ class PaneScreen(Screen[None]):
         self._panel = StatsPanel(self._history)
         self._stats_line = StatsLine(self._history)
         self._panes: dict[int, ChatPane] = {}
+        self._draft_timer: Timer | None = None
 
     def compose(self) -> ComposeResult:
         yield self._header
@@ -106,6 +111,7 @@ class PaneScreen(Screen[None]):
             await self.remove_pane(first)
         for chat in self.workspace.chats:
             self.archive.keep(chat)
+        self.keep_drafts()
         self.show_order()
         self.show_active()
 
@@ -123,6 +129,23 @@ class PaneScreen(Screen[None]):
         """Have the next start find the tabs as they are."""
         self.archive.save_tabs(self.workspace.chats, self.workspace.active)
 
+    def on_text_area_changed(self) -> None:
+        """A prompt has changed: save it soon."""
+        if self._draft_timer is None:
+            self._draft_timer = self.set_timer(DRAFT_S, self.keep_drafts)
+
+    def keep_drafts(self) -> None:
+        """Save what stands in every prompt. Also works once the app has ended."""
+        self._draft_timer = None
+        for chat in self.workspace.chats:
+            if self.is_open(chat):
+                self.keep_draft(chat)
+
+    def keep_draft(self, chat: Chat) -> None:
+        """Save what stands in a chat's prompt."""
+        if self.archive.keep_draft(chat, self.pane(chat).draft):
+            self.save_tabs()
+
     def _mark_reasoning(self, chat: Chat) -> None:
         """An answer that was cut off before its reasoning was told from it: by the model of now."""
         tags = self.bridge.backend.about.reasoning_tags if self.bridge is not None else None
@@ -134,6 +157,8 @@ class PaneScreen(Screen[None]):
         pane = self._panes[chat.id] = ChatPane(chat, self.workspace.slots[chat.id], Welcome(self.load_state))
         self._tab_bar.add(chat.id)
         await self._switcher.add_content(pane)
+        if chat.draft:
+            self.on_text_area_changed()
 
     async def remove_pane(self, chat: Chat) -> None:
         """The workspace has closed a chat."""

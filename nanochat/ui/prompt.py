@@ -19,6 +19,8 @@ from nanochat.ui.textual_private import let_go
 FOLD_CHARACTERS = 2_000
 FOLD_LINES = 20
 """A paste longer than either is shown as one short mark and sent whole."""
+FOLD_DRAFT = 50_000
+"""A draft of more characters is folded when its tab is opened; what was typed there can be edited."""
 MAX_HINTS = 6
 
 
@@ -36,13 +38,17 @@ class Prompt(TextArea):
         text: str
 
     def __init__(self, text: str = "", placeholder: str = "") -> None:
-        super().__init__(
-            text, soft_wrap=True, tab_behavior="focus", placeholder=placeholder, highlight_cursor_line=False
-        )
-        self.cursor_blink = False  # each blink would redraw the screen while answers stream
         self._folded: dict[str, str] = {}
         self._num_folded = 0
         """Pastes folded since the prompt was last emptied: two of the same size need different marks."""
+        super().__init__(
+            text if len(text) <= FOLD_DRAFT else self._fold(text),
+            soft_wrap=True,
+            tab_behavior="focus",
+            placeholder=placeholder,
+            highlight_cursor_line=False,
+        )
+        self.cursor_blink = False  # each blink would redraw the screen while answers stream
         self._send_keys: tuple[str, ...] = ()
         self._new_line_keys: tuple[str, ...] = ()
         self._hint = ""

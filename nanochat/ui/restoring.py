@@ -58,6 +58,7 @@ def restored_chat(record: records.Chat, messages: Sequence[records.Message]) -> 
         dropped_turns=record.dropped_turns,
         enable_thinking=_flag(record.sampling.get("enable_thinking")),
         keep_reasoning=record.sampling.get("keep_reasoning") is True,
+        draft=sanitize(record.draft),
         store_id=record.id,
     )
     nodes: dict[int | None, Message] = {None: chat.root}

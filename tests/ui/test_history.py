@@ -101,7 +101,7 @@ class TestSaving:
         async with started(tiny_llama, history=file, max_model_len=64, num_kv_blocks=16) as driver:
             await driver.say("x" * 300)
             await driver.until(driver.notices)
-            assert driver.chat.store_id is None
+            assert driver.prompt.full_text == "x" * 300
         assert saved_paths(file) == {}
 
     async def test_an_early_question_is_answered_and_saved_by_the_model_that_came(
