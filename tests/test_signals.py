@@ -29,7 +29,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def running_app(model: Path, folder: Path) -> Iterator[Terminal]:
-    """The app in a terminal with an answer under way, whose beginning is saved."""
+    """The app in a terminal with an answer under way, whose beginning is saved, as is what is being written."""
     (folder / "config.toml").write_text(ENDLESS)
     command = [
         sys.executable,
@@ -48,6 +48,9 @@ def running_app(model: Path, folder: Path) -> Iterator[Terminal]:
             until(other.list_chats)
             (chat,) = other.list_chats()
             until(lambda: len(other.path(chat.id)) > 1 and other.path(chat.id)[1].text)
+        terminal.send("unsent")
+        with closing(sqlite3.connect(folder / "history.db")) as connection:
+            until(lambda: connection.execute("SELECT text FROM drafts").fetchall() == [("unsent",)])
         yield terminal
     finally:
         terminal.process.kill()
@@ -61,6 +64,7 @@ def check_saved(folder: Path) -> None:
         (chat,) = history.restore_tabs()
         question, answer = history.path(chat.id)
         assert (question.text, answer.state) == ("question", "interrupted")
+        assert chat.draft == "unsent"
         assert answer.text
 
 

@@ -75,6 +75,10 @@ class ChatPane(Vertical):
             self._is_stale = False
             self._update_all()
 
+    def take_sent(self) -> None:
+        """The oldest text that is on its way has arrived."""
+        self._prompt.on_its_way.pop(0)
+
     def take_prompt(self, text: str = "") -> None:
         """Replace what stands in the prompt."""
         self._prompt.take(text)
@@ -120,10 +124,12 @@ class ChatPane(Vertical):
     @property
     def draft(self) -> str:
         """What is not sent yet: of a message being edited, what was changed, ahead of what waits for its end."""
-        text = self._prompt.full_text
-        if self._prompt.border_title is None:
-            return text
-        return "\n".join(filter(None, (text if text != self._to_edit else "", self._set_aside)))
+        prompt = self._prompt
+        text, is_editing = prompt.full_text, prompt.border_title is not None
+        if is_editing and text == self._to_edit:
+            text = ""
+        set_aside = self._set_aside if is_editing else ""
+        return "\n".join(filter(None, (*prompt.on_its_way, text, set_aside)))
 
     def show_turn(self, answer: Message) -> None:
         """A question and its answer to come were added at the end."""

@@ -47,6 +47,7 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
     async def on_chat_pane_prompted(self, event: ChatPane.Prompted) -> None:
         if not self.is_open(event.pane.chat):  # its tab was closed while this was on its way
             return
+        event.pane.take_sent()
         call = parse_slash(event.text)
         if call is None:
             text = event.text

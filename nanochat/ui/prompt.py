@@ -38,6 +38,8 @@ class Prompt(TextArea):
         text: str
 
     def __init__(self, text: str = "", placeholder: str = "") -> None:
+        self.on_its_way: list[str] = []
+        """What was sent and nobody has taken yet."""
         self._folded: dict[str, str] = {}
         self._num_folded = 0
         """Pastes folded since the prompt was last emptied: two of the same size need different marks."""
@@ -73,6 +75,7 @@ class Prompt(TextArea):
         text = self.full_text.strip()
         if text:
             self.take()
+            self.on_its_way.append(text)
             self.post_message(self.Submitted(text))
 
     def action_new_line(self) -> None:

@@ -121,6 +121,16 @@ class TestUpgrade:
             history.delete_chat(1)
             assert history.search("v") == []
 
+    def test_a_file_from_before_drafts_can_keep_them_after_the_upgrade(self, file: Path) -> None:
+        file.parent.mkdir()
+        upgrade(file, MIGRATIONS[:2])
+        with History(file) as history:
+            chat_id = history.create_chat("Chat")
+            history.drafts.keep(chat_id, "draft")
+            history.save_tabs([chat_id])
+            assert [chat.draft for chat in history.restore_tabs()] == ["draft"]
+        assert user_version(file.with_name("history.db.v2.backup")) == 2
+
     def test_what_is_only_in_the_log_is_copied_too(self, file: Path) -> None:
         history = History(file)
         history.create_chat("in the log")

@@ -76,6 +76,13 @@ class TestLeaving:
             await driver.until(lambda: not driver.app.is_running or driver.app._exit)
         assert drafts(file) == ["hey"]
 
+    async def test_what_was_sent_just_before_leaving_is_kept(self, tiny_llama: Path, file: Path) -> None:
+        async with started(tiny_llama, history=file) as driver:
+            for key in ("h", "e", "y", "enter", "ctrl+q"):
+                driver.app.simulate_key(key)
+            await driver.until(lambda: not driver.app.is_running or driver.app._exit)
+        assert drafts(file) or list(saved_paths(file)) == ["hey"]
+
     async def test_what_was_written_before_the_history_was_open(self, tiny_llama: Path, file: Path) -> None:
         History(file).close()
         lock = sqlite3.connect(file, isolation_level=None)
