@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
+import sys
 from types import ModuleType
 
 from nanochat.commands.options import add_engine_options, engine_config
@@ -56,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from nanochat.server.service import Service
 
     log = log_file()
+    print("Loading the model; the address stands here once it can be asked.", file=sys.stderr, flush=True)
     with diverted(log):  # tokenizers print what a model's files say
         engine = Engine(config)
     with engine:
@@ -72,18 +75,21 @@ def run(args: argparse.Namespace) -> int:
             any_host=api_key is not None,
         )
         server.listen(sockets)
-        address = _address(args.host, sockets[0].getsockname()[1])
-        print(
-            f"Serving {engine.model_name} at {address}/v1 (Ctrl+C ends it; errors go to {log}).", flush=True
-        )
+        place = _place(args.host, *sockets[0].getsockname()[:2])
+        print(f"Serving {engine.model_name} at {place} (Ctrl+C ends it; errors go to {log}).", flush=True)
         with diverted(log):
             server.serve(api, sockets)
     print("The server has ended.")
     return 0
 
 
-def _address(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _place(host: str, address: str, port: int) -> str:
+    """Where a server can be asked that listens at a host's address."""
+    everywhere = ""
+    if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:  # nobody can ask there
+        host = "::1" if ":" in address else "127.0.0.1"
+        everywhere = f" and port {port} of this machine's other addresses"
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1{everywhere}"
 
 
 def _server_module() -> ModuleType:

@@ -302,6 +302,11 @@ class Chat:
             end.output, end.partial = partial, None
         return other
 
+    def has_just_noted(self, text: str) -> bool:
+        """Whether this very sentence stands last already, below the newest message."""
+        path, last = self.path, self.notes[-1] if self.notes else None
+        return last is not None and last.text == text and last.after is (path[-1] if path else None)
+
     def note(
         self, text: str, kind: NoteKind = "information", action_id: str = "", action_label: str = ""
     ) -> Note:

@@ -6,11 +6,16 @@ from collections.abc import Iterable
 
 SPARKS = "▁▂▃▄▅▆▇█"
 MISSING = "—"
+_MANY = 10**12
+"""Nothing that is counted here gets as far; what a broken server tells must not fill the panel."""
+_LONG_S = 100 * 3600
 
 
 def count(value: int | None) -> str:
     """``1183`` as ``1,183``."""
-    return MISSING if value is None else f"{value:,}"
+    if value is None:
+        return MISSING
+    return f"{value:,}" if value < _MANY else f"over {_MANY:.0e}"
 
 
 def duration(seconds: float | None) -> str:
@@ -22,6 +27,8 @@ def duration(seconds: float | None) -> str:
         return f"{milliseconds:.1f} ms" if milliseconds < 10 else f"{milliseconds:.0f} ms"
     if seconds < 59.95:
         return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    if seconds >= _LONG_S:
+        return "over 100 h"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s"
 
@@ -30,6 +37,8 @@ def rate(tokens_per_second: float | None) -> str:
     """Tokens a second without the unit; one decimal below ten."""
     if tokens_per_second is None or tokens_per_second <= 0:
         return MISSING
+    if tokens_per_second >= _MANY:
+        return f"over {_MANY:.0e}"
     return f"{tokens_per_second:.1f}" if tokens_per_second < 9.95 else f"{tokens_per_second:,.0f}"
 
 

@@ -36,7 +36,7 @@ class SettingsActions(ChatScreen):
             InvalidOption: a value can't work; nothing has changed.
         """
         if self.bridge is None:
-            raise InvalidOption("Settings can be changed once the model is loaded.")
+            raise InvalidOption("Settings can be changed once the model is ready.")
         params = self.bridge.sampling_params(sampling)
         told = (
             "" if chat.system == system else " The system prompt is set." if system else " No system prompt."
@@ -64,7 +64,7 @@ class SettingsActions(ChatScreen):
     def action_set(self, argument: str = "") -> None:
         chat = self.workspace.active
         if self.bridge is None:
-            self.notify("Settings can be changed once the model is loaded.")
+            self.notify("Settings can be changed once the model is ready.")
             return
         try:
             changed = dict(chat.sampling)
@@ -119,7 +119,7 @@ class SettingsActions(ChatScreen):
         """All settings of the chat in view, in a dialog."""
         chat = self.workspace.active
         if self.bridge is None:
-            self.notify("Settings can be changed once the model is loaded.")
+            self.notify("Settings can be changed once the model is ready.")
             return
 
         def take(settings: ChatSettings | None) -> None:
@@ -137,7 +137,7 @@ class SettingsActions(ChatScreen):
         """Load the named model instead; without a name, say what runs, or try again what could not be loaded."""
         nanochat: NanochatApp = self.app  # type: ignore[assignment]
         if self.bridge is None and self.load_state.error is None:
-            self.notify("The model isn't loaded yet.")
+            self.notify("The model isn't ready yet.")
         elif not argument:
             if self.bridge is not None:
                 self.tell(self.workspace.active, self.bridge.backend.about.description)

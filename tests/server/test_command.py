@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from nanochat.cli import main
+from nanochat.commands.serve import _place
 
 ENDLESS = {"max_tokens": 60_000, "extra_body": {"ignore_eos": True}}
 
@@ -34,6 +35,7 @@ def running(model: Path, folder: Path, *options: str) -> Iterator[tuple[subproce
     ) as process:
         try:
             assert process.stdout is not None
+            assert process.stdout.readline().startswith("Loading the model")
             line = process.stdout.readline()
             assert line.startswith("Serving "), line
             yield process, line.split(" at ")[1].split()[0]
@@ -69,7 +71,7 @@ def test_the_key_may_come_from_the_environment(
 ) -> None:
     monkeypatch.setenv("NANOCHAT_API_KEY", "secret")
     with running(tiny_llama, tmp_path, "--host", "0.0.0.0", "--system", "Be brief.") as (process, address):
-        address = address.replace("0.0.0.0", "127.0.0.1")
+        assert address.startswith("http://127.0.0.1:")  # nobody can ask at 0.0.0.0
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=address, api_key="none").models.list()
         client = openai.OpenAI(base_url=address, api_key="secret")
@@ -95,6 +97,14 @@ def test_wrong_usage_is_a_sentence(
     monkeypatch.delenv("NANOCHAT_API_KEY", raising=False)
     assert main(["serve", *options]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_where_a_server_can_be_asked() -> None:
+    others = " and port 80 of this machine's other addresses"
+    assert _place("localhost", "127.0.0.1", 80) == "http://localhost:80/v1"
+    assert _place("fe80::1%eth0", "fe80::1%eth0", 80) == "http://[fe80::1%eth0]:80/v1"
+    assert _place("0.0.0.0", "0.0.0.0", 80) == f"http://127.0.0.1:80/v1{others}"
+    assert _place("::", "::", 80) == f"http://[::1]:80/v1{others}"
 
 
 def test_without_the_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

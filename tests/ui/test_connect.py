@@ -154,6 +154,17 @@ async def test_an_answer_that_was_stopped_can_not_go_on_and_stays(server: FakeSe
         assert driver.answer_text() == kept
 
 
+async def test_the_same_refusal_stands_there_once(server: FakeServer) -> None:
+    async with started(at(server), sampling={}) as driver:
+        await driver.ask("Hi")
+        server.chat = [refuse(400, {"error": {"message": "not like this"}}), refuse(400, {"error": "nor so"})]
+        for _ in range(3):
+            await driver.say("And now?")
+            await driver.until(lambda: not driver.chat.is_busy and driver.prompt.text == "And now?")
+            driver.prompt.text = ""
+        assert [note.text.rpartition(": ")[2] for note in driver.chat.notes] == ["not like this.", "nor so."]
+
+
 async def test_refusals_give_the_question_back_and_an_offer_is_made(server: FakeServer) -> None:
     async with started(at(server), sampling={}) as driver:
         for number in range(4):

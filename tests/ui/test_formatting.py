@@ -22,6 +22,7 @@ from nanochat.ui import formatting as fmt
         (9.996, "10.0 s"),
         (59.96, "1 min 0 s"),
         (125, "2 min 5 s"),
+        (1e300, "over 100 h"),
     ],
 )
 def test_durations(seconds: float | None, shown: str) -> None:
@@ -29,10 +30,15 @@ def test_durations(seconds: float | None, shown: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rate", "shown"), [(None, "—"), (0, "—"), (8.26, "8.3"), (118.4, "118"), (5120, "5,120")]
+    ("rate", "shown"),
+    [(None, "—"), (0, "—"), (8.26, "8.3"), (118.4, "118"), (5120, "5,120"), (1e300, "over 1e+12")],
 )
 def test_rates(rate: float | None, shown: str) -> None:
     assert fmt.rate(rate) == shown
+
+
+def test_counts() -> None:
+    assert [fmt.count(value) for value in (None, 1183, 10**300)] == ["—", "1,183", "over 1e+12"]
 
 
 @pytest.mark.parametrize(
