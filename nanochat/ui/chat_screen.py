@@ -201,7 +201,8 @@ class ChatScreen(PaneScreen):
         chat.has_failed = True
         self.forget_refusal(chat)
         if event.offer is None:
-            self.tell(chat, error, "error")
+            if not chat.has_just_noted(error):  # who tries again and again needs to read it once
+                self.tell(chat, error, "error")
         else:
             self.refusals[chat.id] = Refusal(text, event.offer)
             self.tell(

@@ -194,9 +194,7 @@ class PaneScreen(Screen[None]):
         action_id: str = "",
         action_label: str = "",
     ) -> None:
-        """Say something in the chat it concerns, where it stays; the same error is not said twice in a row."""
-        if kind == "error" and chat.has_just_noted(text):
-            return
+        """Say something in the chat it concerns, where it stays."""
         self.pane(chat).show_note(chat.note(text, kind, action_id, action_label))
 
     def show_stats(self) -> None:
