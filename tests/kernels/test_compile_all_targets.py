@@ -109,6 +109,12 @@ class Recorder:
 
 
 @pytest.fixture(autouse=True)
+def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the programs of decode attention do is worked out by a kernel of its own, which no GPU is here to run."""
+    monkeypatch.setattr(attention_decode, "plan_runs", lambda *_, **__: torch.zeros(1, dtype=torch.int32))
+
+
+@pytest.fixture(autouse=True)
 def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Compiled code goes to a folder of the test's own."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -200,7 +206,6 @@ GPUS_AND_DIMS = [
 @pytest.mark.parametrize(("capability", "dim"), GPUS_AND_DIMS)
 @pytest.mark.parametrize("int8", [False, True])
 def test_decode_attention(monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, int8: bool) -> None:
-    monkeypatch.setattr(attention_decode, "plan_runs", lambda *_, **__: torch.zeros(1, dtype=torch.int32))
     # Some tile sizes depend on the number of rows.
     for rows in (2, 4, 40) if capability == 90 else (2,):
         inputs = attention_inputs(capability, dim, int8, rows, 1, 100)
