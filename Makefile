@@ -58,4 +58,4 @@ $(VENV)/native: $(VENV)/installed $(wildcard $(NATIVE)/*.c $(NATIVE)/*.h $(NATIV
 	@touch $@
 
 clean:
-	rm -rf $(NATIVE)/kernels.so $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(NATIVE)/kernels.bin $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-LIBRARY = FOLDER / "kernels.so"
-"""The same name everywhere: only this package loads it, by its path."""
+LIBRARY = FOLDER / "kernels.bin"
+"""The same name everywhere: only this package loads it, by its path. Not ".so", which Python takes for a module."""
 _FLAGS = ["-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-Wno-psabi"]
 # -O3 takes three times as long to compile, for little but on the best instruction set.
 _X86_SETS = {
