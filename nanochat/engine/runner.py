@@ -201,8 +201,7 @@ class Runner:
 
         Call under ``torch.inference_mode()``.
         """
-        shape = None if self._graphs is None else self._graphs.next_unrecorded()
-        if self._graphs is None or shape is None:
+        if self._graphs is None or (shape := self._graphs.next_unrecorded()) is None:
             return False
         host, _ = self._graphs.pack(StepPlan(0, (), (), ()), shape)
         try:

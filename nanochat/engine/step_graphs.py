@@ -292,7 +292,7 @@ class StepGraphs:
                     raise  # ranks of a divided model must all do the same
                 # The step itself has been launched. What launches free a recording would keep.
                 logger.info("no memory to record steps of %s: %s", shape, error)
-                self._unrecordable.add(shape)
+                self.leave_out(shape)
         return sampled
 
     def _capture(self, inputs: StepInputs) -> _Recording:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from nanochat.addresses import is_loopback
 from nanochat.server.errors import ApiError
 
 OPEN_PATHS = frozenset(("/health",))
@@ -57,16 +57,6 @@ class Guard:
             code="invalid_api_key",
             headers={"www-authenticate": "Bearer", "connection": "close"},
         )
-
-
-def is_loopback(name: str) -> bool:
-    """Whether a host's name or address can only mean this machine."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def _host_name(host: str) -> str:

@@ -15,10 +15,10 @@ from types import FrameType
 
 import uvicorn
 
+from nanochat.addresses import is_loopback
 from nanochat.errors import NanochatError, WrongUsage
 from nanochat.server.app import make_app
 from nanochat.server.connections import Connection
-from nanochat.server.guard import is_loopback
 from nanochat.server.service import Service
 
 SPARE_CONNECTIONS = 256

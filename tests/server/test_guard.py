@@ -6,8 +6,8 @@ import httpx2
 import openai
 import pytest
 
+from nanochat.addresses import is_loopback
 from nanochat.errors import NanochatError, WrongUsage
-from nanochat.server.guard import is_loopback
 from nanochat.server.run import bind, check_address, listen
 from tests.server.conftest import MakeServer, Running
 

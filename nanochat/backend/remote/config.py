@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
+from nanochat.addresses import is_loopback
 from nanochat.errors import InvalidOption
 from nanochat.sanitize import sanitize_line
 
@@ -62,13 +62,7 @@ class RemoteConfig:
     @property
     def is_on_this_machine(self) -> bool:
         """Whether what is sent there leaves the machine: not to a loopback address."""
-        host = (urlsplit(self.url).hostname or "").rstrip(".")
-        if host == "localhost" or host.endswith(".localhost"):
-            return True
-        try:
-            return ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback((urlsplit(self.url).hostname or "").rstrip("."))
 
     def key(self, environment: Mapping[str, str] = os.environ) -> str | None:
         """The API key; None if none is to be sent.
