@@ -208,7 +208,7 @@ def _decode_kernel(
 ) -> None:
     if DEPENDENT:
         # Once all programs of this grid have their places, those of the next kernel may take what is left and
-        # fetch their weights. This one itself starts late: with some places taken, its own would be uneven.
+        # fetch their weights.
         tl.extra.cuda.gdc_launch_dependents()
     # INT8 values are read as pairs of neighbouring dims: even and odd dims are multiplied apart.
     INT8: tl.constexpr = k_scale_ptr is not None
