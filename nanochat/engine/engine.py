@@ -273,8 +273,10 @@ class Engine:
         """Wait until there is something to do, and take in what has come; False once closed."""
         if not self._scheduler.has_work:
             self._deliver_collected()  # no launch follows
-            while not self._has_news() and self._model.runner.record_ahead():
-                pass
+            while not self._has_news():
+                with self._watchdog.step("recording a kind of step in a pause"):
+                    if not self._model.runner.record_ahead():
+                        break
         with self._inbox_condition:
             if not self._has_news() and not self._scheduler.has_work:
                 self._idle()

@@ -32,6 +32,8 @@ class Watchdog:
         self._describe = describe
         self._clock = clock
         self._begun_s: float | None = None
+        self._what = ""
+        """What the step in progress does, if its thread has said so."""
         self._told_s = LIMIT_S
         """When the step in progress is told of next, in seconds from its begin."""
         self._closed = threading.Event()
@@ -54,9 +56,10 @@ class Watchdog:
             self._thread.join()
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Inside, the thread steps."""
+    def step(self, what: str = "") -> Iterator[None]:
+        """Inside, the thread steps. ``what`` is said of it rather than what ``describe`` says."""
         self._told_s = LIMIT_S
+        self._what = what
         self._begun_s = self._clock()
         try:
             yield
@@ -68,7 +71,7 @@ class Watchdog:
         begun_s = self._begun_s  # once: the step may end meanwhile
         if begun_s is None or (seconds := self._clock() - begun_s) <= LIMIT_S:
             return None
-        return SlowStep(seconds, self._describe())
+        return SlowStep(seconds, self._what or self._describe())
 
     def check(self, ident: int | None = None) -> None:
         """Log a slow step, with where its thread is; again each time that it has taken twice as long."""

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nanochat.kernels import cpu_linear
 from nanochat.kernels.cache import LayerCache
+from nanochat.kernels.composed import rope_then_store
 from nanochat.kernels.cpu_attention import attention, decode_attention, prefill_attention
 from nanochat.kernels.normed import Normed
 from nanochat.kernels.reference import (
@@ -193,7 +195,7 @@ def linear(
 ) -> torch.Tensor:
     """See `nanochat.kernels.linear`."""
     rows = x.finished() if isinstance(x, Normed) else x
-    out = F.linear(rows, weight, bias)
+    out = cpu_linear.linear(rows, weight, bias)
     return out if dtype is None else out.to(dtype)
 
 
@@ -235,17 +237,19 @@ def rope_store(
     scratch: dict[Any, Any] | None = None,
 ) -> torch.Tensor:
     """See `nanochat.kernels.rope_store`."""
-    q, k = rope(
+    return rope_then_store(
+        rope,
+        store_kv,
         q,
         k,
+        v,
         positions,
         cos_sin,
+        cache,
+        slots,
         q_norm=q_norm,
         k_norm=k_norm,
         eps=eps,
         plus_one=plus_one,
-        spread=cache.k_scale is not None,
         scratch=scratch,
     )
-    store_kv(k, v, cache, slots)
-    return q

@@ -35,6 +35,8 @@ INT8_MAX_ROWS = 4
 """The same of the 8-bit kernel."""
 TURNED_MAX_ROWS = 8
 """Up to here a plain BF16 weight is faster as the left factor."""
+EXACT_ROWS = 16
+"""Up to here a product is computed with as many rows as there are."""
 _CHUNK = 2**17
 """Weights quantised at a time: all that is needed for it stays in a core's own cache."""
 _FIRST_ROWS = 16
@@ -138,16 +140,48 @@ def dequantize_int8(weight: Int8Weight) -> torch.Tensor:
     return weight.values * weight.scales.unsqueeze(1)
 
 
+def rows_computed(num_rows: int) -> int:
+    """How many rows a product is given, the last of them zeros: a sixteenth more than there are, or 15, at most.
+
+    For every number of rows that a weight meets, oneDNN makes code and never gives all of it back: 0.6 MiB,
+    for each shape of weights. Prompts of every length up to 2,048 would take gigabytes. Of these sizes, 79
+    in all up to there, most are soon met.
+    """
+    if num_rows <= EXACT_ROWS:
+        return num_rows
+    step = max(EXACT_ROWS, 1 << (num_rows - 1).bit_length() - 5)
+    return -(-num_rows // step) * step
+
+
+def in_few_sizes(multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """``multiply(x)``, which takes each row of ``x [T, K]`` by itself, computed with `rows_computed` rows."""
+    num_rows = x.shape[0]
+    size = rows_computed(num_rows)
+    if size == num_rows:
+        return multiply(x)
+    padded = x.new_empty(size, x.shape[1])
+    padded[:num_rows] = x
+    padded[num_rows:].zero_()
+    return multiply(padded)[:num_rows]
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`F.linear` of ``x [T, K]``: by MKL for float32, else by oneDNN, in few sizes."""
+    if x.dtype == torch.float32:
+        return F.linear(x, weight, bias)
+    return in_few_sizes(lambda rows: F.linear(rows, weight, bias), x)
+
+
 def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearKernel:
     """The weight as it is, which another part of a model may hold as well."""
     if weight.dtype != torch.bfloat16:
-        return _typed(lambda x: F.linear(x, weight, bias))
+        return _typed(lambda x: linear(x, weight, bias))
 
     def multiply(x: torch.Tensor) -> torch.Tensor:
         # F.linear would bring the whole weight into another order each time.
         rows = x.shape[0]
         if rows > TURNED_MAX_ROWS:
-            return F.linear(x, weight, bias)
+            return linear(x, weight, bias)
         if rows == 1:
             y = torch.mv(weight, x.view(-1)).unsqueeze(0)
         else:
@@ -163,7 +197,12 @@ def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearKern
         return plain(weight, bias)
     ordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     multiply = torch.ops.mkldnn._linear_pointwise
-    return _typed(lambda x: multiply(x, ordered, bias, "none", [], ""))
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = multiply(x, ordered, bias, "none", [], "")
+        return result
+
+    return _typed(lambda x: in_few_sizes(product, x))
 
 
 def int4(weight: Int4Weight, bias: torch.Tensor | None, many: LinearKernel) -> LinearKernel:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from nanochat.kernels.cache import AttentionBatch, LayerCache
+from nanochat.kernels.composed import rope_then_store
 from nanochat.kernels.normed import Normed
 from nanochat.kernels.rows import StepRows, StepTokens, allocate_tokens
 
@@ -298,16 +299,18 @@ def rope_store(
     plus_one: bool = False,
 ) -> torch.Tensor:
     """See `nanochat.kernels.rope_store`."""
-    q, k = rope(
+    return rope_then_store(
+        rope,
+        store_kv,
         q,
         k,
+        v,
         positions,
         cos_sin,
+        cache,
+        slots,
         q_norm=q_norm,
         k_norm=k_norm,
         eps=eps,
         plus_one=plus_one,
-        spread=cache.k_scale is not None,
     )
-    store_kv(k, v, cache, slots)
-    return q

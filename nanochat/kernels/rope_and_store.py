@@ -13,6 +13,7 @@ import triton.language as tl
 
 from nanochat.kernels.attention_common import check_cache_layout
 from nanochat.kernels.cache import LayerCache
+from nanochat.kernels.composed import rope_then_store
 from nanochat.kernels.hadamard import hadamard
 from nanochat.kernels.kv_store import quantize, store_kv
 from nanochat.kernels.norm_rope import load_weight, rope
@@ -41,19 +42,21 @@ def rope_store(
     half = head_dim // 2
     # Heads are read as two halves that turn into each other; what else there is is left to the other kernels.
     if cos_sin is None or not 0 < tokens <= _MAX_TOKENS or cos_sin.shape[1] != head_dim or half & (half - 1):
-        q, k = rope(
+        return rope_then_store(
+            rope,
+            store_kv,
             q,
             k,
+            v,
             positions,
             cos_sin,
+            cache,
+            slots,
             q_norm=q_norm,
             k_norm=k_norm,
             eps=eps,
             plus_one=plus_one,
-            spread=cache.k_scale is not None,
         )
-        store_kv(k, v, cache, slots)
-        return q
     check_cache_layout(cache)
     for name, tensor in (("q", q), ("k", k), ("v", v), ("cos_sin", cos_sin)):
         if tensor.stride(-1) != 1:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +21,8 @@ from nanochat.engine.seats import Seats
 from nanochat.engine.step_graphs import Shapes, StepGraphs, decode_sizes, row_sizes, token_sizes
 from nanochat.engine.step_inputs import StepInputs, StepShape, pack_step
 from nanochat.engine.step_plan import ScheduledChunk, StepPlan
-from tests.engine.conftest import MakeEngine
+from nanochat.engine.watchdog import LIMIT_S
+from tests.engine.conftest import MakeEngine, wait_until
 from tests.engine.test_pipeline import KINDS, answers
 
 BLOCK_SIZE = 4
@@ -181,6 +184,29 @@ def test_a_recording_that_fails_in_a_pause_ends_nothing(
     engine.close()
     assert len(graphs._unrecordable) == 1
     assert "can't be recorded" in caplog.text
+
+
+def test_a_recording_that_hangs_in_a_pause_is_told_of(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, is_recording, go_on = make_engine(), threading.Event(), threading.Event()
+
+    def hang(runner: Runner) -> bool:
+        is_recording.set()
+        go_on.wait(60)
+        return False
+
+    monkeypatch.setattr(Runner, "record_ahead", hang)
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    engine.submit([40] * 9, params).result(60)
+    assert is_recording.wait(60)
+    assert engine.stats().slow_step is None
+    engine._watchdog._clock = lambda: time.monotonic() + 2 * LIMIT_S
+    slow = engine.stats().slow_step
+    go_on.set()
+    assert slow is not None
+    assert "recording" in slow.what
+    wait_until(lambda: engine.stats().slow_step is None)
 
 
 def test_blocks_past_a_steps_context_are_sent_by_a_later_step() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from nanochat.kernels import cpu_linear
 from nanochat.kernels.cpu_linear import LinearKernel
 
 SHAPES = [(64, 96), (576, 1536), (48, 32), (50, 40)]
-ROWS = [1, 2, 4, 5, 8, 9, 70]
+ROWS = [1, 2, 4, 5, 8, 9, 16, 17, 70, 513]
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float32: 1e-5}
 
 
@@ -144,3 +146,46 @@ class TestQuantising:
         cpu_linear.four_bit(weight)
         cpu_linear.quantize_int8(weight)
         assert torch.equal(weight, before)
+
+
+class TestNumbersOfRows:
+    """oneDNN keeps code for each number of rows that it has met."""
+
+    def test_are_few_and_little_more_than_needed(self) -> None:
+        sizes = [cpu_linear.rows_computed(rows) for rows in range(1, 2049)]
+        assert len(set(sizes)) <= 80
+        for rows, size in enumerate(sizes, start=1):
+            assert rows <= size <= rows + max(15, rows / 16)
+            assert cpu_linear.rows_computed(size) == size
+
+    @pytest.mark.parametrize("make", [cpu_linear.plain, cpu_linear.packed])
+    def test_reach_the_library_in_these_sizes_only(
+        self, make: Callable[[torch.Tensor], LinearKernel], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        weight, _ = weights(48, 32)
+        given = []
+        in_few_sizes = cpu_linear.in_few_sizes
+
+        def watched(multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            def product(rows: torch.Tensor) -> torch.Tensor:
+                given.append(rows.shape[0])
+                return multiply(rows)
+
+            return in_few_sizes(product, x)
+
+        monkeypatch.setattr(cpu_linear, "in_few_sizes", watched)
+        kernel = make(weight.bfloat16())
+        for rows in range(1, 300):
+            assert kernel(inputs(rows, 32, torch.bfloat16)).shape == (rows, 48)
+        assert set(given) <= {*range(1, 17), *range(32, 513, 16)}
+        assert len(given) > 280
+
+    def test_what_fills_up_changes_no_row(self) -> None:
+        x = inputs(70, 32, torch.float32)
+
+        def multiply(rows: torch.Tensor) -> torch.Tensor:
+            assert rows.shape[0] == 80
+            assert not rows[70:].any()
+            return rows * 2
+
+        assert torch.equal(cpu_linear.in_few_sizes(multiply, x), x * 2)

@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from nanochat.kernels.cpu_linear import EXACT_DEVIATION, GROUP, LinearKernel
+from nanochat.kernels.cpu_linear import EXACT_DEVIATION, GROUP, LinearKernel, linear
 from nanochat.kernels.native import ops
 from nanochat.kernels.native.library import PANEL, find
 from nanochat.kernels.native.program import current_program
@@ -78,7 +77,7 @@ def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearKerne
     """The weight as it is, float32 or bfloat16, which PyTorch multiplies by many rows."""
 
     def many(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        y = F.linear(x, weight, bias)
+        y = linear(x, weight, bias)
         return y if dtype is None else y.to(dtype)
 
     return NativeLinear(lambda x, dtype=None: ops.linear(x, weight, bias, dtype=dtype), many)
