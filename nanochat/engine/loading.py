@@ -208,7 +208,9 @@ def load_part(
         graphs = _graphs(config, model, decoder, caches, max_model_len)
         programs = None
         if device.type == "cpu" and weights != "fp32" and ranks.shard.size == 1:
-            programs = record_steps(decoder, caches, find_native(), max_model_len)
+            programs = record_steps(
+                decoder, caches, find_native(), max_model_len, config.max_num_batched_tokens
+            )
         runner = Runner(decoder, caches, graphs, programs, max_num_seqs=config.max_num_seqs)
         runner.warm_up()
         if graphs is not None:

@@ -275,12 +275,14 @@ class Runner:
         self._last_ids.scatter_(0, seats, output.token_ids)
         return output
 
-    def _run_program(self, programs: StepPrograms, step: PackedStep, plan: StepPlan) -> SampleOutput:
+    def _run_program(self, programs: StepPrograms, step: PackedStep, plan: StepPlan) -> SampleOutput | None:
         last_ids, ids = self._last_ids.numpy(), step.batch.input_ids
         if step.has_pending_ids:
             pending = np.flatnonzero(ids < 0)  # which only decodes have, and they come first
             ids[pending] = last_ids[step.seats[pending]]
         logits, best = programs.run(step.batch)
+        if not len(step.seats):
+            return None
         if all(chunk.request.params.is_plainly_greedy for chunk in plan.sampling):
             output = SampleOutput(best.clone(), None)
         else:

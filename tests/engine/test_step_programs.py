@@ -19,7 +19,7 @@ from nanochat.engine.models.decoder import Decoder
 from nanochat.engine.models.families import load_model_config
 from nanochat.engine.models.weights import load_decoder
 from nanochat.engine.runner import Runner
-from nanochat.engine.step_programs import MAX_TOKENS, StepPrograms, record_steps
+from nanochat.engine.step_programs import FEW_TOKENS, StepPrograms, record_steps
 from nanochat.kernels.cache import LayerCache
 from nanochat.kernels.native import library
 from tests.engine.models.random_models import CASES, random_tokens, write_random_model
@@ -28,6 +28,7 @@ from tests.native import require_native
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 120
+MANY_TOKENS = 100
 NATIVE = [name for name in CASES if "moe" not in name and "softcap" not in name and "factors" not in name]
 
 
@@ -84,7 +85,9 @@ class Sequences:
             block_tables=tables,
             context_lens=np.array([self._lengths[key] for key in chunks], np.int32),
             query_starts=np.array(starts, np.int32),
-            sample_rows=np.array([starts[row + 1] - 1 for row, key in enumerate(chunks) if key in sampling]),
+            sample_rows=np.array(
+                [starts[row + 1] - 1 for row, key in enumerate(chunks) if key in sampling], np.int64
+            ),
         )
 
 
@@ -105,7 +108,7 @@ def steps_of(seed: int = 0) -> list[HostBatch]:
     take = lambda count: [tokens.pop() for _ in range(count)]  # noqa: E731
     return [
         sequences.step({0: take(9)}, [0]),
-        sequences.step({0: take(1), 1: take(MAX_TOKENS - 1)}, [0, 1]),
+        sequences.step({0: take(1), 1: take(FEW_TOKENS - 1)}, [0, 1]),
         *(sequences.step({0: take(1), 1: take(1)}, [0, 1]) for _ in range(6)),
         sequences.step({1: take(1), 2: take(5)}, [1]),
         sequences.step({1: take(1), 2: take(1), 0: take(3)}, [1, 2, 0]),
@@ -153,6 +156,47 @@ def test_every_format_gives_nearly_the_logits_of_pytorch(
         assert float((actual - full).abs().mean()) < {"bf16": 0.05, "int8": 0.1, "int4": 0.5}[weights] * scale
 
 
+def large_steps(seed: int = 0) -> list[HostBatch]:
+    """Prompts of many tokens: whole, in chunks of which only the last samples, and beside decodes."""
+    sequences = Sequences(seed)
+    tokens = random_tokens(400, seed)
+    take = lambda count: [tokens.pop() for _ in range(count)]  # noqa: E731
+    return [
+        sequences.step({0: take(70)}, [0]),
+        sequences.step({1: take(40)}, []),
+        sequences.step({0: take(1), 1: take(35), 2: take(3)}, [0, 2]),
+        sequences.step({0: take(1), 2: take(1), 1: take(40)}, [0, 2, 1]),
+        sequences.step({0: take(1), 1: take(1), 2: take(1)}, [0, 1, 2]),
+    ]
+
+
+@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("instruction_set", ["amx", "avx2"])
+@torch.inference_mode()
+def test_large_steps_give_nearly_the_logits_of_pytorch(
+    name: str, instruction_set: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = library.find(instruction_set)
+    if found is None:
+        pytest.skip(f"this processor has no {instruction_set}")
+    monkeypatch.setattr(library, "find", lambda: found)
+    dtype = torch.bfloat16 if library.rounds_to_bf16() else torch.float32
+    decoder = make_decoder(tmp_path, name, dtype)
+    plain = load_decoder(tmp_path, load_model_config(tmp_path), CPU, torch.float32)
+    prepare_weights(decoder, "bf16")
+    caches, other = make_caches(decoder), make_caches(plain)
+    programs = StepPrograms(decoder, caches, found, MAX_MODEL_LEN, MANY_TOKENS)
+    for host in large_steps():
+        assert programs.fits(host)
+        actual, best = programs.run(host)
+        expected = by_pytorch(plain, other, host)
+        assert torch.equal(best, actual.argmax(-1))
+        if dtype == torch.float32:
+            torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-4)
+        elif len(actual):
+            assert float((actual - expected).abs().mean()) < 0.05 * float(expected.std())
+
+
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @torch.inference_mode()
 def test_a_rows_logits_do_not_depend_on_threads_or_on_the_rows_beside_it(
@@ -190,15 +234,19 @@ def test_contexts_beyond_the_rotary_tables_are_recorded_anew(tmp_path: Path) -> 
         torch.testing.assert_close(actual, by_pytorch(decoder, other, host), atol=2e-4, rtol=2e-4)
 
 
-def test_steps_that_are_too_large_or_sample_nothing_do_not_fit(tmp_path: Path) -> None:
+def test_steps_that_are_too_large_or_sample_too_many_do_not_fit(tmp_path: Path) -> None:
     decoder = make_decoder(tmp_path, "llama", torch.float32)
     with torch.inference_mode():
-        programs = record_steps(decoder, make_caches(decoder), library.find(), MAX_MODEL_LEN)
+        programs = record_steps(decoder, make_caches(decoder), library.find(), MAX_MODEL_LEN, MANY_TOKENS)
     assert programs is not None
     sequences = Sequences()
-    assert not programs.fits(sequences.step({0: random_tokens(MAX_TOKENS + 1)}, [0]))
-    assert not programs.fits(sequences.step({0: [5]}, []))
-    assert programs.fits(sequences.step({0: [5]}, [0]))
+    assert not programs.fits(sequences.step({0: random_tokens(MANY_TOKENS + 1)}, [0]))
+    sequences = Sequences()
+    singles = {key: [5] for key in range(1, FEW_TOKENS + 2)}
+    assert not programs.fits(sequences.step(singles, list(singles)))
+    assert programs.fits(sequences.step({0: [5]}, []))
+    with pytest.raises(ValueError, match="no recording"):
+        programs.run(Sequences().step({0: random_tokens(MANY_TOKENS + 1)}, [0]))
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "gemma3-softcap"])

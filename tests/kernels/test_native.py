@@ -12,7 +12,7 @@ import torch
 from nanochat.engine import sampler
 from nanochat.engine.sampler import SamplingBatch
 from nanochat.kernels import cpu_linear, reference
-from nanochat.kernels.native import library, linear, ops
+from nanochat.kernels.native import library, linear, linear_ops, ops
 from nanochat.kernels.native.program import NotNative
 from tests.kernels.paged import empty_cache, make_case
 from tests.kernels.test_ops import cos_sin_table, randn
@@ -24,7 +24,7 @@ CLOSE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 ROWS = [1, 3, 4, 9, 32]
 
 
-@pytest.fixture(params=["avx512", "avx2", "plain"], autouse=True)
+@pytest.fixture(params=["amx", "avx512", "avx2", "plain"], autouse=True)
 def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     require_native()
     found = library.find(request.param)
@@ -55,9 +55,9 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float | None 
 
 
 def eight_bits(x: torch.Tensor) -> torch.Tensor:
-    """The rows that `ops.quantize` stands for, and multiplies by: ``[T, K]`` float32."""
+    """The rows that `linear_ops.quantize` stands for, and multiplies by: ``[T, K]`` float32."""
     rows, size = x.shape
-    quantized = on_threads(ops.quantize, x)
+    quantized = on_threads(linear_ops.quantize, x)
     levels = quantized[:, :size].contiguous().view(torch.int8).view(rows, -1, 32).float()
     numbers = quantized[:, size:].contiguous().view(torch.float32).view(rows, 3, -1)
     assert torch.equal(numbers[:, 2].contiguous().view(torch.int32).float(), -128 * levels.sum(-1))
@@ -98,10 +98,10 @@ class TestLinear:
         wide8 = cpu_linear.dequantize_int8(cpu_linear.quantize_int8(weight))
         for make, wide in (
             (
-                lambda: linear.int4(linear.quantize_int4(weight), bias, linear.plain(weight)),
+                lambda: linear.int4(linear.quantize_int4(weight), bias),
                 cpu_linear.dequantize_int4(quantized),
             ),
-            (lambda: linear.int8(weight, bias, linear.plain(weight)), wide8),
+            (lambda: linear.int8(weight, bias), wide8),
         ):
             kernel = make()
             for rows in ROWS:
@@ -136,8 +136,8 @@ class TestLinear:
     def test_a_row_does_not_depend_on_those_beside_it_or_on_the_threads(self) -> None:
         weight = weights(208, 256)
         kernels = [
-            linear.int4(linear.quantize_int4(weight), None, linear.plain(weight)),
-            linear.int8(weight, None, linear.plain(weight)),
+            linear.int4(linear.quantize_int4(weight), None),
+            linear.int8(weight, None),
         ]
         kernels += [linear.plain(weight), linear.plain(weight.bfloat16())]
         before = torch.get_num_threads()
@@ -160,9 +160,9 @@ class TestLinear:
             return x
 
         kernel = linear.int4(linear.quantize_int4(weights(32, 32)), None, many)
-        for rows in (linear.MAX_ROWS, linear.MAX_ROWS + 1):
+        for rows in (linear.MAX_FEW_ROWS, linear.MAX_FEW_ROWS + 1):
             kernel(randn(rows, 32))
-        assert asked == [linear.MAX_ROWS + 1]
+        assert asked == [linear.MAX_FEW_ROWS + 1]
 
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_few_bits_are_those_of_pytorch(self, dtype: torch.dtype) -> None:
@@ -184,7 +184,7 @@ class TestLinear:
             theirs.scales_and_zeros[..., 0].float().abs().max()
         )
         assert float((steps > 0.02).float().mean()) < 0.02
-        packed, scales = ops.pack_int8(weight)
+        packed, scales = linear_ops.pack_int8(weight)
         quantized = cpu_linear.quantize_int8(weight)
         assert torch.equal(scales[:50], quantized.scales)
         values = (packed.view(4, 3, 8, 16, 4).permute(0, 3, 1, 2, 4).reshape(64, 96) ^ 128).view(torch.int8)
@@ -200,7 +200,7 @@ class TestLinear:
         assert linear.four_bit(wide) is None
 
     def test_zeros_and_rows_of_one_value(self) -> None:
-        kernel = linear.int8(weights(16, 64), None, linear.plain(weights(16, 64)))
+        kernel = linear.int8(weights(16, 64), None)
         assert torch.equal(kernel(torch.zeros(2, 64)), torch.zeros(2, 16))
         wide = cpu_linear.dequantize_int8(cpu_linear.quantize_int8(weights(16, 64)))
         close(kernel(torch.full((1, 64), -3.0)), wide.sum(1).mul(-3).unsqueeze(0), 1e-5)
@@ -354,7 +354,7 @@ class TestCache:
         window: int,
         softcap: float,
     ) -> None:
-        rows = [(1, 1), (1, 4), (1, 130), (1, 0), (1, 64), (3, 12), (40, 75)]
+        rows = [(1, 1), (1, 4), (1, 130), (1, 0), (1, 64), (3, 12), (24, 75)]
         for heads, kv_heads, dim in ((6, 2, 32), (9, 3, 64), (4, 4, 128)):
             case = make_case(rows, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, int8=int8)
             options = {"scale": dim**-0.5, "window": window, "softcap": softcap}

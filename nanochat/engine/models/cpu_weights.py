@@ -79,18 +79,22 @@ def _prepare(linear: Linear, weights: Weights, *, shared: bool = False) -> bool:
     weight, bias = linear.weight, linear.bias
     is_native = weights != "fp32" and native_linear.can_take(weight)
     compact: Any = native_linear if is_native else cpu_linear
-    many: LinearKernel = (cpu_linear.plain if shared else cpu_linear.packed)(weight, bias)
-    kernel = many
+    many: LinearKernel | None = None
+    if not (is_native and native_linear.can_take_many_rows(weight)):
+        many = (cpu_linear.plain if shared else cpu_linear.packed)(weight, bias)
     quantized = None
     if weights == "auto":
         quantized = compact.four_bit(weight)
     elif weights == "int4" and weight.shape[1] % cpu_linear.GROUP == 0:
         quantized = compact.quantize_int4(weight)
+    kernel: LinearKernel
     if quantized is not None:
         kernel = compact.int4(quantized, bias, many)
     elif weights == "int8":
         kernel = compact.int8(weight, bias, many)
-    elif is_native:
+    elif is_native or many is None:
         kernel = native_linear.plain(weight, bias)
+    else:
+        kernel = many
     linear.use(kernel, keep_weight=shared)
     return quantized is not None and kernel is not many

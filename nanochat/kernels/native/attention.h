@@ -157,6 +157,19 @@ typedef struct Tile {
     int64_t slots[TILE];
 } Tile;
 
+/* Fill `tile` from `place` on, up to `end`; returns the place after it. */
+INLINE int64_t fill_tile(const Op *op, Tile *tile, const int32_t *table, int64_t place, int64_t end, int head) {
+    for (tile->count = 0; tile->count < TILE && place < end;) {
+        const int64_t offset = place % op->block_size;
+        int64_t slot = (table[place / op->block_size] * (int64_t)op->block_size + offset) * op->kv_heads + head;
+        for (int64_t i = offset; i < op->block_size && tile->count < TILE && place < end; i++, place++) {
+            tile->slots[tile->count++] = slot;
+            slot += op->kv_heads;
+        }
+    }
+    return place;
+}
+
 /* scores[g][i] = q[g] . k[i], of `heads` heads, a constant; some beyond the tile's end are of no meaning. */
 INLINE void score(const Op *op, const Tile *tile, const float *q, float (*scores)[TILE], int heads, int type) {
     const int dim = op->head_dim;
@@ -230,14 +243,7 @@ INLINE void attend(const Op *op, int64_t t, int head, int group, int type) {
             store(q, FLOAT32, i, load(op->x, op->x_type, t * op->x_stride + from + i) * op->scale);
         for (int64_t place = op->window && end > op->window ? end - op->window : 0; place < end;) {
             Tile tile;
-            for (tile.count = 0; tile.count < TILE && place < end;) {
-                const int64_t offset = place % op->block_size;
-                int64_t slot = (table[place / op->block_size] * (int64_t)op->block_size + offset) * op->kv_heads + head;
-                for (int64_t i = offset; i < op->block_size && tile.count < TILE && place < end; i++, place++) {
-                    tile.slots[tile.count++] = slot;
-                    slot += op->kv_heads;
-                }
-            }
+            place = fill_tile(op, &tile, table, place, end, head);
             int g = 0;
             for (; g + HEADS_AT_ONCE <= group; g += HEADS_AT_ONCE)
                 attend_tile(op, &tile, q + g * dim, sums + g * dim, most + g, total + g, HEADS_AT_ONCE, type);

@@ -22,8 +22,10 @@ LIBRARY = FOLDER / "kernels.bin"
 """The same name everywhere: only this package loads it, by its path. Not ".so", which Python takes for a module."""
 _FLAGS = ["-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-Wno-psabi"]
 # -O3 takes three times as long to compile, for little but on the best instruction set.
+_AVX512 = "-O3 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16 -mavx2 -mfma"
 _X86_SETS = {
-    "avx512": "-O3 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16 -mavx2 -mfma",
+    "amx": f"{_AVX512} -mamx-tile -mamx-bf16",
+    "avx512": _AVX512,
     "avx2": "-O2 -mavx2 -mfma",
     "plain": "-O2",
 }
@@ -55,6 +57,7 @@ def build() -> str:
                 [*command, *_FLAGS, *flags.split(), "-c", f"isa_{name}.c", "-o", f"{folder / name}.o"]
             )
             for name, flags in (_X86_SETS if is_x86 else _OTHER_SETS).items()
+            if name != "amx" or sys.platform == "linux"  # which other systems don't let programs use
         }
         # A compiler may be too old for the newest instructions: then the library does without them.
         failures = {name: _failure(process) for name, process in compiling.items()}

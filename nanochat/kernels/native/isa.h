@@ -11,6 +11,12 @@
 
 #include "attention.h"
 
+#include "product.h"
+
+#include "linear_wide.h"
+
+#include "attention_wide.h"
+
 const Kernels KERNELS = {
     NAME,
     {
@@ -22,6 +28,10 @@ const Kernels KERNELS = {
         [LINEAR_INT4] = run_linear_int4,
         [LINEAR_INT8] = run_linear_int8,
         [LINEAR_FLOAT] = run_linear_float,
+        [LINEAR_WIDE_INT4] = run_linear_wide,
+        [LINEAR_WIDE_INT8] = run_linear_wide,
+        [LINEAR_WIDE_FLOAT] = run_linear_wide,
+        [ATTENTION_WIDE] = run_attention_wide,
         [ROPE_STORE] = run_rope_store,
         [ATTENTION] = run_attention,
         [ARGMAX] = run_argmax,

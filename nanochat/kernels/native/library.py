@@ -27,9 +27,16 @@ FLOAT32, BFLOAT16, INT8 = range(3)
     SAMPLE,
     PACK_INT4,
     PACK_INT8,
-) = range(14)
+    LINEAR_WIDE_INT4,
+    LINEAR_WIDE_INT8,
+    LINEAR_WIDE_FLOAT,
+    ATTENTION_WIDE,
+) = range(18)
 GROUP, PANEL, LANES = 32, 16, 16
 MAX_GROUP_HEADS, MAX_HEAD_DIM = 16, 256
+MAX_FEW_ROWS = 32
+"""Steps of more rows multiply many of them by weights that are unpacked once."""
+_OUT_OF_MEMORY = 2
 
 
 def _fields(kind: type, names: str) -> list[tuple[str, type]]:
@@ -64,7 +71,10 @@ class Library:
 
     def run(self, ops: ctypes.Array[Op], count: int, threads: int) -> None:
         """Run the first ``count`` operations, one after the other, without Python's lock."""
-        if self._run(ops, count, threads, self._name):
+        failure = self._run(ops, count, threads, self._name)
+        if failure == _OUT_OF_MEMORY:
+            raise MemoryError("native kernels need more memory than there is")
+        if failure:
             raise ValueError(f"this processor can't run {self.name} kernels")
 
 
@@ -79,6 +89,12 @@ def find(name: str = "") -> Library | None:
         return None
     found = handle.nanochat_kernels(name.encode())
     return None if found is None else Library(handle, found.decode())
+
+
+def rounds_to_bf16() -> bool:
+    """Whether many rows are multiplied as BF16 here, whatever type they have."""
+    found = find()
+    return found is not None and found.name in ("amx", "avx512")
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Linear maps with native kernels for few rows, their weights in the order that these read.
+"""Linear maps with native kernels, their weights in the order that these read.
 
 ``T`` rows; weights are ``[N, K]``.
 """
@@ -10,12 +10,8 @@ from typing import NamedTuple
 import torch
 
 from nanochat.kernels.cpu_linear import EXACT_DEVIATION, GROUP, LinearKernel, linear
-from nanochat.kernels.native import ops
-from nanochat.kernels.native.library import PANEL, find
-from nanochat.kernels.native.program import current_program
-
-MAX_ROWS = 32
-"""Up to here native kernels are faster than PyTorch's."""
+from nanochat.kernels.native import linear_ops, ops
+from nanochat.kernels.native.library import MAX_FEW_ROWS, PANEL, find, rounds_to_bf16
 
 
 def can_take(weight: torch.Tensor) -> bool:
@@ -24,16 +20,20 @@ def can_take(weight: torch.Tensor) -> bool:
     return fits and find() is not None
 
 
+def can_take_many_rows(weight: torch.Tensor) -> bool:
+    """Whether they also multiply many rows of the weight's type, so that it isn't needed in another form."""
+    return can_take(weight) and (weight.dtype == torch.bfloat16 or not rounds_to_bf16())
+
+
 class NativeLinear:
-    """A `LinearKernel`: native where a program is recorded or rows are few, else ``many``."""
+    """A `LinearKernel`: one for few rows, another for more."""
 
     def __init__(self, few: LinearKernel, many: LinearKernel) -> None:
         self._few = few
         self._many = many
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        is_native = current_program() is not None or x.shape[0] <= MAX_ROWS
-        return (self._few if is_native else self._many)(x, dtype)
+        return (self._few if x.shape[0] <= MAX_FEW_ROWS else self._many)(x, dtype)
 
 
 class PackedInt4(NamedTuple):
@@ -47,36 +47,44 @@ class PackedInt4(NamedTuple):
 
 def quantize_int4(weight: torch.Tensor) -> PackedInt4:
     """`cpu_linear.quantize_int4`."""
-    levels, deviation = ops.pack_int4(weight)
+    levels, deviation = linear_ops.pack_int4(weight)
     return PackedInt4(levels, weight.shape[0], deviation)
 
 
 def four_bit(weight: torch.Tensor) -> PackedInt4 | None:
     """`cpu_linear.four_bit`."""
-    if ops.pack_int4(weight[:PANEL])[1] > EXACT_DEVIATION:
+    if linear_ops.pack_int4(weight[:PANEL])[1] > EXACT_DEVIATION:
         return None
     packed = quantize_int4(weight)
     return packed if packed.deviation <= EXACT_DEVIATION else None
 
 
-def int4(weight: PackedInt4, bias: torch.Tensor | None, many: LinearKernel) -> LinearKernel:
-    """Four bits a weight for few rows, ``many`` for more."""
+def int4(weight: PackedInt4, bias: torch.Tensor | None, many: LinearKernel | None = None) -> LinearKernel:
+    """Four bits a weight; ``many`` for more than few rows, if that shall be something else."""
     levels, size = weight.levels, weight.num_outputs
-    return NativeLinear(lambda x, dtype=None: ops.linear_int4(x, levels, size, bias, dtype or x.dtype), many)
-
-
-def int8(weight: torch.Tensor, bias: torch.Tensor | None, many: LinearKernel) -> LinearKernel:
-    """Eight bits a weight for few rows, ``many`` for more."""
-    (packed, scales), size = ops.pack_int8(weight), weight.shape[0]
     return NativeLinear(
-        lambda x, dtype=None: ops.linear_int8(x, packed, scales, size, bias, dtype or x.dtype), many
+        lambda x, dtype=None: linear_ops.linear_int4(x, levels, size, bias, dtype or x.dtype),
+        many or (lambda x, dtype=None: linear_ops.linear_wide(x, levels, None, size, bias, dtype or x.dtype)),
+    )
+
+
+def int8(weight: torch.Tensor, bias: torch.Tensor | None, many: LinearKernel | None = None) -> LinearKernel:
+    """Eight bits a weight; the same."""
+    (packed, scales), size = linear_ops.pack_int8(weight), weight.shape[0]
+    return NativeLinear(
+        lambda x, dtype=None: linear_ops.linear_int8(x, packed, scales, size, bias, dtype or x.dtype),
+        many
+        or (lambda x, dtype=None: linear_ops.linear_wide(x, packed, scales, size, bias, dtype or x.dtype)),
     )
 
 
 def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearKernel:
-    """The weight as it is, float32 or bfloat16, which PyTorch multiplies by many rows."""
+    """The weight as it is, float32 or bfloat16."""
+    size = weight.shape[0]
 
     def many(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if can_take_many_rows(weight):
+            return linear_ops.linear_wide(x, weight, None, size, bias, dtype or x.dtype)
         y = linear(x, weight, bias)
         return y if dtype is None else y.to(dtype)
 

@@ -6,6 +6,7 @@
 #ifndef NANOCHAT_OP_H
 #define NANOCHAT_OP_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 enum Type { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
@@ -25,6 +26,10 @@ enum Kind {
     SAMPLE,        /* y = a token drawn from logits x; summed is used up */
     PACK_INT4,     /* y = x [n, inner] in 4 bits; summed[panel] = how far a number is from its level, in steps */
     PACK_INT8,     /* y = x [n, inner] in 8 bits; summed[output] = its scale */
+    LINEAR_WIDE_INT4, /* y = x @ w.T + bias of many rows, x as it is; w as of LINEAR_INT4 and so on */
+    LINEAR_WIDE_INT8,
+    LINEAR_WIDE_FLOAT,
+    ATTENTION_WIDE, /* ATTENTION, for runs of many tokens */
     NUM_KINDS
 };
 
@@ -66,12 +71,24 @@ typedef struct Kernels {
 /* A quantised row: k bytes, then for each group its scale (float), scale * sum (float) and -128 * sum (int32). */
 static inline int64_t quantized_row_bytes(int64_t k) { return k + k / GROUP * 12; }
 
+/* Tokens that ATTENTION_WIDE takes at once: about as many as make 96 queries of a KV head. */
+static inline int64_t query_tile(const Op *op) {
+    const int64_t tokens = 96 * (int64_t)op->kv_heads / op->heads;
+    return tokens < 4 ? 4 : tokens > 64 ? 64 : tokens;
+}
+
+/* The calling thread's own memory, 64-byte aligned, until it asks again; NULL if there is none. */
+void *scratch(size_t bytes);
+
 extern const Kernels kernels_plain;
 #ifdef WITH_AVX2
 extern const Kernels kernels_avx2;
 #endif
 #ifdef WITH_AVX512
 extern const Kernels kernels_avx512;
+#endif
+#ifdef WITH_AMX
+extern const Kernels kernels_amx;
 #endif
 
 #endif

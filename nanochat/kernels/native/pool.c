@@ -10,6 +10,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stddef.h>
+#include <stdlib.h>
 #include <time.h>
 
 #include "op.h"
@@ -36,6 +37,7 @@ static struct {
     _Alignas(128) _Atomic uint32_t done;  /* parts of the ticket's operation */
     _Alignas(128) _Atomic uint32_t epoch; /* of the newest run */
     _Atomic int threads;                  /* of the newest run */
+    _Atomic int is_out_of_memory;         /* since somebody last asked */
     const Op *ops;
     int num_ops;
     const Kernels *kernels;
@@ -62,6 +64,14 @@ static int64_t units_of(const Op *op, int64_t *cost) {
     case LINEAR_FLOAT:
         *cost = (int64_t)PANEL * op->inner * (rows + 1) / 2;
         return rows ? (op->n + PANEL - 1) / PANEL : 0;
+    case LINEAR_WIDE_INT4:
+    case LINEAR_WIDE_INT8:
+    case LINEAR_WIDE_FLOAT:
+        *cost = (int64_t)PANEL * op->inner * rows / 4;
+        return rows ? (op->n + PANEL - 1) / PANEL : 0;
+    case ATTENTION_WIDE:
+        *cost = SMALLEST_PART;
+        return (rows + query_tile(op) - 1) / query_tile(op) * op->kv_heads;
     case PACK_INT4:
     case PACK_INT8:
         *cost = (int64_t)PANEL * op->inner * 8;
@@ -190,16 +200,49 @@ static void hire(int threads) {
     }
 }
 
+static pthread_key_t scratch_key;
+static pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
+static void make_scratch_key(void) { pthread_key_create(&scratch_key, free); }
+
+void *scratch(size_t bytes) {
+    pthread_once(&scratch_once, make_scratch_key);
+    size_t *block = pthread_getspecific(scratch_key); /* its size, and from 64 on what is given out */
+    if (!block || *block < bytes) {
+        free(block);
+        void *fresh = NULL;
+        if (posix_memalign(&fresh, 64, 64 + bytes)) fresh = NULL;
+        pthread_setspecific(scratch_key, fresh);
+        if (!fresh) {
+            atomic_store(&pool.is_out_of_memory, 1);
+            return NULL;
+        }
+        block = fresh, *block = bytes;
+    }
+    return (char *)block + 64;
+}
+
 #if defined(WITH_AVX512) || defined(WITH_AVX2)
 #include <cpuid.h>
 
 enum {
     ECX1_FMA = 1 << 12, ECX1_OSXSAVE = 1 << 27,
     EBX7_AVX2 = 1 << 5, EBX7_F_DQ = 1 << 16 | 1 << 17, EBX7_BW = 1 << 30, ECX7_VNNI = 1 << 11, EAX71_BF16 = 1 << 5,
-    YMM = 6, ZMM = 0xe6, /* registers that the system saves */
+    EDX7_AMX_BF16_AND_TILE = 1 << 22 | 1 << 24,
+    YMM = 6, ZMM = 0xe6, TILES = 0x60000, /* registers that the system saves */
 };
 
-/* 2: AVX-512 with VNNI and BF16; 1: AVX2; 0: neither. Asked of the processor itself, since compilers name the newer
+#ifdef WITH_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Linux lets a process use tiles once it has asked. */
+static int may_use_tiles(void) {
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    return !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+}
+#endif
+
+/* 3: AMX as well; 2: AVX-512 with VNNI and BF16; 1: AVX2; 0: neither. Asked of the processor itself, since compilers name the newer
  * ones differently or not at all. */
 static int level_of_processor(void) {
     unsigned a, b, c, d, saved;
@@ -208,7 +251,9 @@ static int level_of_processor(void) {
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & EBX7_AVX2) || (saved & YMM) != YMM) return 0;
     const int has_most = (b & EBX7_F_DQ) == EBX7_F_DQ && b & EBX7_BW && b >> 31 && c & ECX7_VNNI; /* 31: VL */
     if (!has_most || (saved & ZMM) != ZMM || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return 1;
-    return a & EAX71_BF16 ? 2 : 1;
+    if (!(a & EAX71_BF16)) return 1;
+    __get_cpuid_count(7, 0, &a, &b, &c, &d);
+    return (d & EDX7_AMX_BF16_AND_TILE) == EDX7_AMX_BF16_AND_TILE && (saved & TILES) == TILES ? 3 : 2;
 }
 #endif
 
@@ -220,7 +265,10 @@ static const Kernels *best_kernels(void) {
     if (level_of_processor() >= 1) found = &kernels_avx2;
 #endif
 #ifdef WITH_AVX512
-    if (level_of_processor() == 2) found = &kernels_avx512;
+    if (level_of_processor() >= 2) found = &kernels_avx512;
+#endif
+#ifdef WITH_AMX
+    if (level_of_processor() >= 3 && may_use_tiles()) found = &kernels_amx;
 #endif
     best = found;
     return found;
@@ -232,7 +280,10 @@ static const Kernels *find_kernels(const char *name) {
     if (!name || !*name || !__builtin_strcmp(name, best->name)) return best;
     if (!__builtin_strcmp(name, kernels_plain.name)) return &kernels_plain;
 #ifdef WITH_AVX2
-    if (best != &kernels_plain && !__builtin_strcmp(name, kernels_avx2.name)) return &kernels_avx2;
+    if (level_of_processor() >= 1 && !__builtin_strcmp(name, kernels_avx2.name)) return &kernels_avx2;
+#endif
+#ifdef WITH_AVX512
+    if (level_of_processor() >= 2 && !__builtin_strcmp(name, kernels_avx512.name)) return &kernels_avx512;
 #endif
     return NULL;
 }
@@ -244,8 +295,12 @@ EXPORT const char *nanochat_kernels(const char *name) {
 
 EXPORT int nanochat_op_bytes(void) { return (int)sizeof(Op); }
 
+static int was_out_of_memory(void) {
+    return atomic_load_explicit(&pool.is_out_of_memory, memory_order_relaxed) && atomic_exchange(&pool.is_out_of_memory, 0) ? 2 : 0;
+}
+
 /* Run operations one after the other on up to so many threads, by the kernels of that name. A second caller
- * meanwhile runs its own alone. Returns 0, or 1 if there are no such kernels. */
+ * meanwhile runs its own alone. Returns 0, 1 if there are no such kernels, or 2 if memory was short. */
 EXPORT int nanochat_run(const Op *ops, int num_ops, int threads, const char *name) {
     const Kernels *kernels = find_kernels(name);
     if (!kernels) return 1;
@@ -256,7 +311,7 @@ EXPORT int nanochat_run(const Op *ops, int num_ops, int threads, const char *nam
             const int64_t units = units_of(&ops[i], &cost);
             if (units) run_part(kernels, &ops[i], units, 0, 1);
         }
-        return 0;
+        return was_out_of_memory();
     }
     hire(threads);
     pool.ops = ops, pool.num_ops = num_ops, pool.kernels = kernels;
@@ -269,7 +324,7 @@ EXPORT int nanochat_run(const Op *ops, int num_ops, int threads, const char *nam
     pthread_mutex_unlock(&pool.lock);
     work(epoch, threads);
     pthread_mutex_unlock(&pool.running);
-    return 0;
+    return was_out_of_memory();
 }
 
 /* What the library was built from. */

@@ -1,0 +1,97 @@
+"""The native ops for many rows against the reference, for every instruction set that this processor has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nanochat.kernels import cpu_linear, reference
+from nanochat.kernels.native import library, linear, linear_ops, ops
+from nanochat.kernels.native.program import NotNative
+from tests.kernels.paged import make_case
+from tests.kernels.test_native import CLOSE, FLOATS, close, instruction_set, on_threads, weights
+from tests.kernels.test_ops import randn
+
+__all__ = ["instruction_set"]
+MANY_ROWS = [33, 47, 64, 100]
+
+
+def skip_what_would_be_rounded(dtype: torch.dtype) -> None:
+    if dtype == torch.float32 and library.rounds_to_bf16():
+        pytest.skip("float32 stays with PyTorch here")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("size", "columns"), [(64, 96), (50, 32), (577, 512), (16, 1536)])
+def test_linear_maps(size: int, columns: int, biased: bool, dtype: torch.dtype) -> None:
+    skip_what_would_be_rounded(dtype)
+    bias = randn(size, dtype=dtype, seed=4) if biased else None
+    weight = weights(size, columns).to(dtype)
+    wide4 = cpu_linear.dequantize_int4(cpu_linear.quantize_int4(weight))
+    wide8 = cpu_linear.dequantize_int8(cpu_linear.quantize_int8(weight))
+    kernels: list[tuple[Callable[..., torch.Tensor], torch.Tensor]] = [
+        (linear.int4(linear.quantize_int4(weight), bias), wide4),
+        (linear.int8(weight, bias), wide8),
+        (linear.plain(weight, bias), weight.float()),
+    ]
+    for kernel, wide in kernels:
+        for rows in MANY_ROWS:
+            x = randn(rows, columns, dtype=dtype, seed=rows)
+            expected = x.float() @ wide.T + (0.0 if bias is None else bias.float())
+            scale = float(expected.abs().max())
+            # A weight that lies half way between two levels may take either, and levels are rounded to BF16.
+            tolerance = 1e-5 if wide is weight else 2e-2
+            close(on_threads(kernel, x, torch.float32) / scale, expected / scale, tolerance)
+            close(kernel(x) / scale, (expected / scale).to(dtype), max(CLOSE[dtype], tolerance))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_row_does_not_depend_on_those_beside_it(dtype: torch.dtype) -> None:
+    skip_what_would_be_rounded(dtype)
+    weight = weights(208, 256).to(dtype)
+    for kernel in (
+        linear.int4(linear.quantize_int4(weight), None),
+        linear.int8(weight, None),
+        linear.plain(weight),
+    ):
+        x = randn(90, 256, dtype=dtype)
+        together = kernel(x)
+        x[5] *= float("nan")
+        assert torch.equal(kernel(x)[:5], together[:5])
+        for first in (0, 17, 40):
+            assert torch.equal(kernel(x[first + 6 : first + 40]), together[first + 6 : first + 40])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (17, 0.0), (0, 5.0), (100, 3.0)])
+def test_attention(dtype: torch.dtype, int8: bool, window: int, softcap: float) -> None:
+    skip_what_would_be_rounded(dtype)
+    for rows, heads, kv_heads, dim in (
+        ([(1, 1), (1, 0), (2, 66), (1, 130), (50, 50), (40, 170), (3, 90)], 9, 3, 64),
+        ([(100, 300)], 4, 4, 32),
+        ([(1, 64), (37, 37), (5, 90)], 6, 2, 48),
+        ([(70, 70), (60, 260)], 32, 2, 128),
+    ):
+        case = make_case(rows, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, int8=int8)
+        options = {"scale": dim**-0.5, "window": window, "softcap": softcap}
+        expected = reference.attention(case.q, case.cache, case.batch, **options)
+        actual = on_threads(ops.attention, case.q, case.cache, case.batch, **options)
+        close(actual, expected, 1.6e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_what_is_not_native_is_refused() -> None:
+    x = randn(40, 64, dtype=torch.bfloat16)
+    with pytest.raises(NotNative, match="groups"):
+        linear_ops.linear_wide(x[:, :48], randn(16, 48).bfloat16(), None, 16, None, torch.bfloat16)
+    with pytest.raises(NotNative, match="differ"):
+        linear_ops.linear_wide(x, randn(16, 64).bfloat16(), None, 16, randn(16), torch.bfloat16)
+    if library.rounds_to_bf16():
+        with pytest.raises(NotNative, match="float32"):
+            linear_ops.linear_wide(x.float(), randn(16, 64), None, 16, None, torch.float32)
+        case = make_case([(40, 40)])
+        with pytest.raises(NotNative, match="float32"):
+            ops.attention(case.q, case.cache, case.batch, scale=1.0)
