@@ -86,6 +86,7 @@ def _plan(
             prefill_dtype=q.dtype,
             in_tiles=in_tiles,
             fused=not softcap,
+            fills_up=not softcap and q.dtype != torch.float32,
         )
         plan = batch.scratch[key] = planner.decode(), planner.prefill()
     return plan
@@ -151,14 +152,21 @@ def _prefill(
     shape = (call.last - call.first, cache.k.shape[2], -1, q.shape[2])
     grouped = q[call.first : call.last].view(shape).permute(1, 2, 0, 3)
     result = out.view(shape).permute(1, 2, 0, 3)
+    grouped = _filled_up(grouped, call.queries)
     if softcap or len(call.tiles) > 1:
-        result.copy_(_attend_in_tiles(grouped, cache, call.tiles, call.mask, scale, softcap))
-        return
-    k, v = (_share(x, grouped.shape[1]) for x in call.tiles[0].read(cache, q.dtype))
-    attended = F.scaled_dot_product_attention(
-        grouped, k, v, attn_mask=call.mask, is_causal=call.is_causal, scale=scale
-    )
-    result.copy_(attended)
+        attended = _attend_in_tiles(grouped, cache, call.tiles, call.mask, scale, softcap)
+    else:
+        k, v = (_filled_up(x, call.keys) for x in call.tiles[0].read(cache, q.dtype))
+        k, v = (_share(x, grouped.shape[1]) for x in (k, v))
+        attended = F.scaled_dot_product_attention(
+            grouped, k, v, attn_mask=call.mask, is_causal=call.is_causal, scale=scale
+        )
+    result.copy_(attended[:, :, : shape[0]])
+
+
+def _filled_up(x: torch.Tensor, size: int) -> torch.Tensor:
+    """``[a, b, n, D]`` to ``[a, b, size, D]``, the last of them zeros."""
+    return x if x.shape[2] == size else F.pad(x, (0, 0, 0, size - x.shape[2]))
 
 
 def _share(x: torch.Tensor, copies: int) -> torch.Tensor:
@@ -178,8 +186,11 @@ def _attend_in_tiles(
     total: torch.Tensor | None = None
     total_lse: torch.Tensor | None = None
     for tile in tiles:
-        k, v = (_share(x, q.shape[1]) for x in tile.read(cache, q.dtype))
+        k, v = tile.read(cache, q.dtype)
         tile_mask = mask if tile is tiles[-1] else None
+        if tile_mask is not None:
+            k, v = (_filled_up(x, tile_mask.shape[1]) for x in (k, v))
+        k, v = (_share(x, q.shape[1]) for x in (k, v))
         if softcap:
             out, lse = _softcapped(q, k, v, tile_mask, scale, softcap)
         else:

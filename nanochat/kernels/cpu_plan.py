@@ -26,6 +26,13 @@ QUERY_TILE = 256
 KEY_TILE = 1024
 """Tokens that are converted from INT8 at a time: their float32 copy stays in a core's own cache."""
 
+STEP = 16
+"""16-bit prefills are filled up to a multiple of so many queries and keys, as many as AMX multiplies at once.
+
+For every two numbers of them that it meets, PyTorch keeps the code for their products."""
+MAX_COPIED_KEYS = 1024
+"""More keys than that aren't copied to be filled up."""
+
 
 @dataclass(slots=True)
 class Buffers:
@@ -139,8 +146,12 @@ class PrefillCall:
     last: int
     """Packed tokens ``first .. last - 1``."""
     tiles: list[Context]
+    queries: int
+    """How many are computed: those that there are, and what fills them up."""
+    keys: int
+    """The same of the last tile's."""
     mask: torch.Tensor | None
-    """``[queries, keys]`` of the last tile, added to the scores; the tiles before it are seen by all."""
+    """``[queries, keys]``, added to the scores; the tiles before the last are seen by all."""
     is_causal: bool
     """Instead of a mask: queries and keys are the same tokens."""
 
@@ -158,6 +169,8 @@ class Planner:
     """No tile longer than `KEY_TILE`, but for the keys of a window, which are bounded anyway."""
     fused: bool
     """A whole prompt may do without masks."""
+    fills_up: bool
+    """Prefills are filled up to few sizes."""
     buffers: Buffers = field(init=False)
     largest_mask: torch.Tensor | None = field(init=False, default=None)
 
@@ -239,7 +252,8 @@ class Planner:
         origin = max(0, prefix - window + 1) if window else 0
         context = self.locate([row], [origin], [length])
         if self.fused and prefix == 0 and not window and not (self.in_tiles and length > KEY_TILE):
-            return [PrefillCall(first, last, [context], None, True)]
+            size = self._size(length)
+            return [PrefillCall(first, last, [context], size, size, None, True)]
         calls = []
         for begin in range(first, last, QUERY_TILE):
             end = min(begin + QUERY_TILE, last)
@@ -249,9 +263,26 @@ class Planner:
                 # All queries see all that lies before their own tokens.
                 keys = [*range(0, own, KEY_TILE), own, keys[1]]
             tiles = [context.part(a, b) for a, b in pairwise(keys)]
-            mask = self._mask(end - begin, tiles[-1].length)
-            calls.append(PrefillCall(begin, end, tiles, mask, False))
+            queries, last_keys = self._size(end - begin), tiles[-1].length
+            if last_keys <= MAX_COPIED_KEYS:
+                last_keys = self._size(last_keys)
+            mask = self._filled_mask(end - begin, tiles[-1].length, queries, last_keys)
+            calls.append(PrefillCall(begin, end, tiles, queries, last_keys, mask, False))
         return calls
+
+    def _size(self, count: int) -> int:
+        return -(-count // STEP) * STEP if self.fills_up else count
+
+    def _filled_mask(self, num_queries: int, num_keys: int, queries: int, keys: int) -> torch.Tensor | None:
+        """`_mask`, as ``[queries, keys]``: nobody sees a key that only fills up."""
+        mask = self._mask(num_queries, num_keys)
+        if (queries, keys) == (num_queries, num_keys):
+            return mask
+        filled = torch.zeros(queries, keys, dtype=self.prefill_dtype)
+        filled[:, num_keys:] = float("-inf")
+        if mask is not None:
+            filled[:num_queries, :num_keys] = mask
+        return filled
 
     def _mask(self, num_queries: int, num_keys: int) -> torch.Tensor | None:
         """``[num_queries, num_keys]`` for queries that stand at the last of the keys.

@@ -168,6 +168,41 @@ def test_the_copies_for_int8_stay_within_a_tile() -> None:
     assert max(sizes) <= tile
 
 
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_prefills_in_16_bits_have_few_sizes(
+    int8: bool, contiguous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch keeps the code of each that it has met."""
+    monkeypatch.setattr(cpu_plan, "MAX_COPIED_KEYS", 90)
+    shapes: list[tuple[int, int]] = []
+    plan_row = cpu_plan.Planner._prefill_row
+
+    def watched(planner: cpu_plan.Planner, *arguments: int) -> list[cpu_plan.PrefillCall]:
+        calls = plan_row(planner, *arguments)
+        shapes.extend((call.queries, call.keys) for call in calls)
+        return calls
+
+    monkeypatch.setattr(cpu_plan.Planner, "_prefill_row", watched)
+    for new, before in [(1, 0), (17, 0), (33, 20), (1, 20), (16, 16), (31, 60), (2, 95), (99, 0)]:
+        case = make_case(
+            [(new, new + before)],
+            num_decodes=0,
+            kv_heads=2,
+            heads=4,
+            dim=16,
+            block_size=16,
+            int8=int8,
+            contiguous=contiguous,
+            dtype=torch.bfloat16,
+        )
+        check(case)
+    assert len(shapes) == 8
+    for queries, keys in shapes:
+        assert queries % 16 == 0
+        assert keys % 16 == 0 or keys > 90
+
+
 def test_layers_with_other_windows_share_a_batch() -> None:
     case = make_case([(1, 50), (1, 20), (9, 40)])
     for window in (0, 8, 0, 16, 8):
