@@ -48,9 +48,14 @@ class BlockPool:
     The prefix index is a tree of full blocks found by chained xxh64; a hit also needs the same parent
     node and the same token ids, so that colliding hashes can't serve another prompt's K/V. Free blocks
     wait in least-recently-used order, empty ones first. Every operation is O(1) a block.
+
+    Memory that has never been used may cost nothing yet, so a pool can be told to use no more than
+    ``num_kept`` blocks while others can be reused: only what requests hold together takes it beyond that.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, num_kept: int | None = None
+    ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(
                 f"a pool needs blocks and tokens in them, not {num_blocks} blocks of {block_size}"
@@ -59,7 +64,11 @@ class BlockPool:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._ref_counts = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._num_kept = num_blocks if num_kept is None else num_kept
+        self._num_fresh = num_blocks
+        """Blocks never used: the last ones."""
+        self._free: OrderedDict[int, None] = OrderedDict()
+        """All others that no request holds."""
         self._nodes: list[_PrefixNode | None] = [None] * num_blocks
         self._index: dict[int, _PrefixNode] = {}
         self._num_cached = 0
@@ -67,11 +76,11 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks no request holds, cached ones included."""
-        return len(self._free)
+        return len(self._free) + self._num_fresh
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
 
     @property
     def num_cached(self) -> int:
@@ -133,17 +142,26 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` free blocks, empty ones first, then the least recently used cached ones."""
-        if count > len(self._free):
-            raise InvariantError(f"{count} blocks were asked for but only {len(self._free)} are free.")
+        if count > self.num_free:
+            raise InvariantError(f"{count} blocks were asked for but only {self.num_free} are free.")
         blocks = []
         for _ in range(count):
-            block, _ = self._free.popitem(last=False)
+            block = self._next_free()
             node = self._nodes[block]
             if node is not None:
                 self._evict(block, node)
             self._ref_counts[block] = 1
             blocks.append(block)
         return blocks
+
+    def _next_free(self) -> int:
+        """Take the free block to be used next out of those that are free."""
+        has_empty = len(self._free) > self._num_cached
+        first_fresh = self.num_blocks - self._num_fresh
+        if self._num_fresh and not has_empty and (first_fresh < self._num_kept or not self._free):
+            self._num_fresh -= 1
+            return first_fresh
+        return self._free.popitem(last=False)[0]
 
     def release(self, block_table: Sequence[int]) -> None:
         """Let go of a whole block table. Its tail enters the free list first, so it is evicted first."""
@@ -192,7 +210,8 @@ class BlockPool:
         for block, count in enumerate(self._ref_counts):
             if count != held[block]:
                 raise InvariantError(f"Block {block} has ref_count {count} but {held[block]} tables hold it.")
-            if (block in self._free) != (count == 0):
+            is_free = block in self._free or block >= self.num_blocks - self._num_fresh
+            if is_free != (count == 0):
                 raise InvariantError(f"Block {block} has ref_count {count} but is or isn't in the free list.")
             cached += count == 0 and self._nodes[block] is not None
         if cached != self._num_cached:

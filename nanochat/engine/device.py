@@ -5,6 +5,7 @@ Also tells how much memory a machine has left, and a lack of it from other error
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import torch
@@ -106,6 +107,14 @@ def free_cpu_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
         return max(0, min(free, int(limit) - used + idle_cache))
     except (OSError, ValueError):  # no such system, or no container
         return free
+
+
+def give_back_freed_memory() -> None:
+    """Let the system have what the C library keeps of freed memory for later, where it can be told to."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, TypeError, AttributeError):  # not glibc
+        return
 
 
 def is_out_of_memory(error: BaseException) -> bool:

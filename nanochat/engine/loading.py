@@ -13,11 +13,18 @@ import torch
 from nanochat import kernels
 from nanochat.engine.block_pool import BlockPool
 from nanochat.engine.config import EngineConfig, Weights
-from nanochat.engine.device import choose_device, choose_dtype, free_cpu_bytes, is_out_of_memory
+from nanochat.engine.device import (
+    choose_device,
+    choose_dtype,
+    free_cpu_bytes,
+    give_back_freed_memory,
+    is_out_of_memory,
+)
 from nanochat.engine.memory import (
     allocate_caches,
     choose_max_model_len,
     choose_num_blocks,
+    choose_num_kept,
     free_gpu_bytes,
 )
 from nanochat.engine.models.cpu_weights import prepare_weights
@@ -194,6 +201,7 @@ def load_part(
         # Whoever asks for float32 wants exact products, not a compact form with rounded factors.
         exact = weights == "auto" and config.dtype == "float32"
         weights = prepare_weights(decoder, "fp32" if exact else weights, progress)
+        give_back_freed_memory()
     connect()
     progress(Progress("Preparing the KV cache"))
     with torch.inference_mode():
@@ -278,7 +286,12 @@ def _step_peak_bytes(
 
 def make_scheduler(config: EngineConfig, model: LoadedModel) -> Scheduler:
     """The scheduler of a loaded model's cache."""
-    pool = BlockPool(model.num_kv_blocks, config.block_size, prefix_caching=config.prefix_caching)
+    pool = BlockPool(
+        model.num_kv_blocks,
+        config.block_size,
+        prefix_caching=config.prefix_caching,
+        num_kept=choose_num_kept(config, model.device),
+    )
     return Scheduler(
         pool,
         max_num_seqs=config.max_num_seqs,

@@ -19,6 +19,9 @@ CPU_MEMORY_SHARE = 0.25
 CPU_FULL_CONTEXTS = 4
 """On a CPU more than this many chats of full length would decode too slowly to be of use."""
 
+CPU_KEPT_TOKENS = 8192
+"""On a CPU, what ended chats may keep the cache grown to: older ones are read again if they go on."""
+
 
 def kv_bytes_per_token(model: ModelConfig, kv_dtype: torch.dtype) -> int:
     """Bytes of K and V (and of their scales, if INT8) that one token takes in all layers."""
@@ -94,6 +97,16 @@ def choose_num_blocks(
             "Use a smaller model, --kv int8, or close other programs."
         )
     return int(num_blocks)
+
+
+def choose_num_kept(config: EngineConfig, device: torch.device) -> int | None:
+    """Blocks that are used before contents of ended requests are given up for others; None: all of them.
+
+    A GPU's cache is taken at once, and whoever says how many blocks there shall be wants them used.
+    """
+    if device.type != "cpu" or config.num_kv_blocks is not None:
+        return None
+    return -(-CPU_KEPT_TOKENS // config.block_size)
 
 
 def choose_max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:

@@ -163,8 +163,7 @@ class Scheduler:
         if len(ready) >= draft.budget:
             self._plan_overdue_prefills(draft, ready[0].last_step)
         self._plan_decodes(draft, ready)
-        if draft.decodes:
-            draft.budget = self.pace.prefill_tokens(draft.budget)
+        draft.budget = self.pace.prefill_tokens(draft.budget, beside_chats=bool(draft.decodes))
         if draft.budget and (draft.unfinished or self._waiting):
             self._plan_prefills(draft)
         plan = draft.finish()

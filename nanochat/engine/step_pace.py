@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may take on so that running chats don't feel it: learned from how long steps took.
+"""How many prompt tokens a step may take on so that nobody waits for it long: learned from how long steps took.
 
 Knows nothing of torch, requests or clocks: it is told durations, in seconds.
 """
@@ -11,6 +11,10 @@ GRAIN = 16
 """Budgets are multiples of this: kernels are prepared anew for every number of rows."""
 FLOOR = 64
 """Tokens that a prompt may always take: on a CPU they cost little more than one, and it has to get on."""
+FIRST_TOKENS = 128
+"""Of the first prompt, when nothing is known of the machine."""
+LONE_GOAL_S = 0.5
+"""A step that no chat waits for may take so long: a cancel, or whoever comes next, still has to."""
 FEWEST_TOKENS = 8
 """A prefill of fewer says nothing about the cost of one token."""
 SLOWER_SHARE = 0.5
@@ -23,7 +27,7 @@ class StepPace:
     """Two estimates: what a step costs beside its prefill, and what each token of a prefill adds."""
 
     def __init__(self, goal_s: float = 0.0) -> None:
-        """``goal_s``: how long a step may take while chats are running. 0: as long as it likes."""
+        """``goal_s``: how long a step may take while chats are running. 0: any step, as long as it likes."""
         self.goal_s = goal_s
         self._decode_s = 0.0
         self._token_s = 0.0
@@ -41,11 +45,14 @@ class StepPace:
             others_s = min(self._decode_s, duration_s / 2) if plan.decodes else 0.0
             self._token_s = _blend(self._token_s, (duration_s - others_s) / tokens)
 
-    def prefill_tokens(self, budget: int) -> int:
-        """Of ``budget``, how many tokens of prompts a step beside running chats may take."""
-        if not self.goal_s or not self._token_s:
+    def prefill_tokens(self, budget: int, *, beside_chats: bool) -> int:
+        """Of ``budget``, how many tokens of prompts a step may take, ``beside_chats`` that wait for it or alone."""
+        if not self.goal_s:
             return budget
-        affordable = int((self.goal_s - self._decode_s) / self._token_s)
+        if not self._token_s:
+            return min(budget, FIRST_TOKENS)
+        seconds = self.goal_s - self._decode_s if beside_chats else max(self.goal_s, LONE_GOAL_S)
+        affordable = int(seconds / self._token_s)
         return min(budget, max(FLOOR, affordable - affordable % GRAIN))
 
 

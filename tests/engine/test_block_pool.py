@@ -47,6 +47,16 @@ class TestReuseOrder:
         assert set(pool.allocate(2)) == {scratch[0], 3}
         assert find(pool, [1, 2, 3, 4]) == cached
 
+    def test_blocks_never_used_are_kept_for_what_requests_hold_together(self) -> None:
+        pool = BlockPool(6, 2, num_kept=3)
+        first = write(pool, [1, 2, 3, 4])
+        pool.release(first)
+        assert write(pool, [5, 6]) == [2]
+        assert write(pool, [7, 8]) == [first[1]], "a cached one goes before one never used"
+        assert pool.allocate(4) == [first[0], 3, 4, 5], "of which there are enough for those who need them"
+        assert pool.num_free == 0
+        pool.check([[2], [first[1]], [first[0], 3, 4, 5]])
+
     def test_tails_are_evicted_before_heads(self) -> None:
         pool = BlockPool(3, 2)
         table = write(pool, [1, 2, 3, 4, 5, 6])

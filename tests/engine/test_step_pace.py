@@ -6,7 +6,7 @@ from nanochat.engine.block_pool import BlockPool
 from nanochat.engine.config import SamplingParams
 from nanochat.engine.request import Request
 from nanochat.engine.scheduler import Scheduler, StepPlan
-from nanochat.engine.step_pace import FLOOR, StepPace
+from nanochat.engine.step_pace import FIRST_TOKENS, FLOOR, LONE_GOAL_S, StepPace
 
 DECODE_S = 0.02
 TOKEN_S = 0.001
@@ -60,13 +60,30 @@ def test_a_goal_that_cannot_be_met_still_lets_the_prompt_advance() -> None:
     assert len(chat_then_long_prompt(0.001)) == -(-2000 // FLOOR)
 
 
-def test_without_a_running_chat_nothing_is_cut() -> None:
+def test_without_a_running_chat_a_prompt_is_cut_so_that_a_cancel_is_heard() -> None:
     scheduler = make_scheduler(StepPace(0.1))
     add(scheduler, 1, 64)
     step(scheduler)
     scheduler.finish(scheduler.running[0], "cancelled", 0.0)
     add(scheduler, 2, 2000)
+    plan, seconds = step(scheduler)
+    assert 300 < plan.num_tokens < 2000
+    assert seconds <= 1.1 * LONE_GOAL_S
+
+
+def test_a_quick_machine_cuts_no_prompt() -> None:
+    scheduler = make_scheduler(StepPace(0.1))
+    add(scheduler, 1, 64)
+    step(scheduler, slowdown=0.01)
+    scheduler.finish(scheduler.running[0], "cancelled", 0.0)
+    add(scheduler, 2, 2000)
     assert step(scheduler)[0].num_tokens == 2000
+
+
+def test_the_first_prompt_is_begun_with_care() -> None:
+    scheduler = make_scheduler(StepPace(0.1))
+    add(scheduler, 1, 2000)
+    assert step(scheduler)[0].num_tokens == FIRST_TOKENS
 
 
 def test_it_follows_a_machine_that_becomes_slower() -> None:

@@ -69,7 +69,9 @@ class Arena:
 
     def _allocate(self, size: int) -> np.ndarray:
         self.num_bytes += size
-        whole = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
+        whole = np.empty(
+            size + _ALIGNMENT, dtype=np.uint8
+        )  # zeros would take memory for rows that never come
         start = -whole.ctypes.data % _ALIGNMENT
         return whole[start : start + size]
 
