@@ -368,7 +368,10 @@ def measure(engine: str, folder: Path, args: argparse.Namespace) -> dict[str, An
         ):  # compile, and find out what is worth recording, which is done in the pauses
             run(server, workload, vocab_size, seed=0)
             time.sleep(0.5)
-        runs = [run(server, workload, vocab_size, seed) for seed in range(1, args.repeat + 1)]
+        runs = []
+        for seed in range(1, args.repeat + 1):
+            runs.append(run(server, workload, vocab_size, seed))
+            time.sleep(0.5)
         median = {key: statistics.median(each[key] for each in runs) for key in runs[0]}
         if isinstance(server, Nanochat) and workload.temperature == 0:
             if args.compare is not None:

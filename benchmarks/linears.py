@@ -1,6 +1,6 @@
 """The linear maps of one decode step at a few rows: ours in every cut, cuBLAS', and the floor by bandwidth.
 
-    python -m benchmarks.linears --rows 1,8,16,32 --json results.json
+    python -m benchmarks.linears --rows 1,8,16,32,64 --json results.json
 
 Shapes are Qwen3-0.6B's, in BF16, and each map does what it does in a step: q, k and v, and gate and up, divide
 by the norm; gate and up end in SiLU and product; o and down add the residual, and norm; ``lm_head`` gives
@@ -23,10 +23,13 @@ import torch
 from benchmarks.kernel_harness import copy_bandwidth, time_us
 from benchmarks.machine import describe_machine
 from nanochat.kernels.gpu_linear import launch_linear
+from nanochat.kernels.gpu_linear_split import allocate_arrivals, launch_split_linear
 from nanochat.kernels.normed import Normed
-from nanochat.kernels.tuning import LinearConfig, linear_config
+from nanochat.kernels.tuning import SPLIT_TILE, LinearConfig, SplitConfig, linear_config, split_config
 
 LAYERS = 28
+SHARED_BYTES = 227 << 10
+"""Of a Hopper multiprocessor, what one program may have."""
 MAX_ERROR = 6e-3
 """Of the result's norm, in BF16."""
 
@@ -51,6 +54,9 @@ SHAPES = {
 }
 
 
+Cut = LinearConfig | SplitConfig
+
+
 class Case:
     """Inputs and outputs of a map at some rows; what is not written stays NaN."""
 
@@ -71,12 +77,16 @@ class Case:
             residual, norm = randn(rows, shape.out_size, dtype=torch.float32), randn(shape.out_size)
             sums = (nan(rows, shape.out_size), nan(shape.out_size // 16, rows))
             self.epilogue = (residual, norm, *sums)
+        self._arrivals = allocate_arrivals(torch.device("cuda"))
 
-    def run(self, weight: torch.Tensor, config: LinearConfig) -> None:
-        gated = self.shape.parts == 2
-        launch_linear(self.x, weight, None, self.out, config, gated=gated, epilogue=self.epilogue)
+    def run(self, weight: torch.Tensor, config: Cut) -> None:
+        options: dict[str, Any] = {"gated": self.shape.parts == 2, "epilogue": self.epilogue}
+        if isinstance(config, SplitConfig):
+            launch_split_linear(self.x, weight, None, self.out, config, self._arrivals, **options)
+        else:
+            launch_linear(self.x, weight, None, self.out, config, **options)
 
-    def error(self, weight: torch.Tensor, config: LinearConfig) -> float:
+    def error(self, weight: torch.Tensor, config: Cut) -> float:
         """The worst of all results', relative to float64's norm."""
         self.run(weight, config)
         exact = self.x.values.double() @ weight.double().T
@@ -91,7 +101,8 @@ class Case:
             residual, norm, summed, squares = self.epilogue
             exact += residual
             errors.append(relative(summed, exact))
-            programs = self.shape.out_size // 16 // config.repeat
+            outputs = SPLIT_TILE if isinstance(config, SplitConfig) else 16 * config.repeat
+            programs = self.shape.out_size // outputs
             errors.append(relative(squares[:programs].double().sum(0), exact.pow(2).sum(1)))
             exact *= norm
         return max(*errors, relative(self.out, exact), 0.0)
@@ -108,8 +119,29 @@ def weights(shape: Shape, count: int) -> list[torch.Tensor]:
     return [torch.randn(size, device="cuda").bfloat16() / shape.in_size**0.5 for _ in range(count)]
 
 
-def cuts(shape: Shape, rows: int) -> Iterator[LinearConfig]:
+def cuts(shape: Shape, rows: int) -> Iterator[Cut]:
+    """All that fit."""
+    yield from split_cuts(shape, rows)
+    yield from register_cuts(shape, rows)
+
+
+def split_cuts(shape: Shape, rows: int) -> Iterator[SplitConfig]:
+    """All that fit shared memory."""
+    tile = 8 if rows <= 8 else 16 if rows <= 16 else 32 if rows <= 32 else 64
+    if shape.out_size > 32_768:
+        return
+    for splits in (1, 2, 3, 4, 6, 8):
+        if shape.in_size % (splits * 128) == 0:
+            steps = shape.in_size // splits // 128
+            for ring in sorted({min(4, steps), steps}):
+                if 128 * 2 * (steps * SPLIT_TILE + ring * tile) <= SHARED_BYTES:
+                    yield SplitConfig(splits, 128, tile, ring)
+
+
+def register_cuts(shape: Shape, rows: int) -> Iterator[LinearConfig]:
     """All that fit the registers."""
+    if rows > 32:
+        return
     for split in (2, 4, 8, 16):
         for step in (32, 64, 128):
             for repeat in (1, 2) if rows <= 8 else (1, 2, 4):
@@ -130,6 +162,12 @@ def warm(all_rows: list[int], index: int, count: int) -> None:
             raise SystemExit(f"{shape}, {rows} rows, {cut}: error {error}")
 
 
+def used_cut(shape: Shape, rows: int) -> Cut | None:
+    """What a step takes; None: cuBLAS."""
+    sizes = (rows, shape.in_size, shape.out_size, shape.parts)
+    return split_config(90, 132, *sizes) or linear_config(90, *sizes)
+
+
 def measure(name: str, all_rows: list[int], bandwidth: float) -> list[dict[str, Any]]:
     shape = SHAPES[name]
     own = weights(shape, 4 if name == "lm_head" else LAYERS)
@@ -142,7 +180,7 @@ def measure(name: str, all_rows: list[int], bandwidth: float) -> list[dict[str, 
 
         times = {cut: time_us(ours(cut)) for cut in cuts(shape, rows)}
         ranked = sorted(times, key=times.__getitem__)
-        used = linear_config(90, rows, shape.in_size, shape.out_size, shape.parts)
+        used = used_cut(shape, rows)
         x = case.x.values
         figures.append(
             {
@@ -161,7 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", default="1,8,16,32")
+    parser.add_argument("--rows", default="1,8,16,32,64")
     parser.add_argument("--warm", metavar="I/N", help="compile and check a share of all cuts, time nothing")
     parser.add_argument("--json", type=Path, help="write the report here")
     options = parser.parse_args()

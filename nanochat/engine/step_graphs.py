@@ -29,7 +29,7 @@ from nanochat.kernels.cache import AttentionBatch, LayerCache
 
 logger = logging.getLogger(__name__)
 
-MAX_PREFILL_TOKENS = 4096
+MAX_PREFILL_TOKENS = 8192
 """Larger steps compute for longer than they take to launch kernel by kernel."""
 MIN_PREFILL_TOKENS = 32
 SHORT_CONTEXT = 4096

@@ -130,21 +130,30 @@ def linear(
     bias: torch.Tensor | None = None,
     *,
     dtype: torch.dtype | None = None,
+    scratch: dict[Any, Any] | None = None,
 ) -> torch.Tensor:
     """``x @ weight.T + bias`` of ``x [T, in]``, ``weight [out, in]``, ``bias [out]``: ``[T, out]``.
 
-    The result has ``weight``'s type, or ``dtype``.
+    The result has ``weight``'s type, or ``dtype``. A dict as ``scratch``, the same for a whole step, keeps what its
+    linear maps on a GPU share.
     """
     checks.check_linear(x, weight, bias)
-    return _backend(weight).linear(x, weight, bias, dtype=dtype)
+    return _backend(weight).linear(x, weight, bias, dtype=dtype, **_shared(weight, scratch))
 
 
 def silu_linear(
-    x: torch.Tensor | Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor | Normed,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    scratch: dict[Any, Any] | None = None,
 ) -> torch.Tensor:
-    """`silu_mul` of `linear`, of ``x [T, in]`` and ``weight [2I, in]`` (gate first): ``[T, I]``."""
+    """`silu_mul` of `linear`, of ``x [T, in]`` and ``weight [2I, in]`` (gate first): ``[T, I]``.
+
+    ``scratch`` as there.
+    """
     checks.check_linear(x, weight, bias)
-    return _backend(weight).silu_linear(x, weight, bias)
+    return _backend(weight).silu_linear(x, weight, bias, **_shared(weight, scratch))
 
 
 def linear_add_norm(
@@ -156,15 +165,24 @@ def linear_add_norm(
     eps: float,
     *,
     plus_one: bool = False,
+    scratch: dict[Any, Any] | None = None,
 ) -> tuple[Normed, torch.Tensor]:
     """`rms_norm` of `linear` plus ``residual``: the normed rows, and the sum, both of ``[T, out]``.
 
     ``residual [T, out]`` is of ``x``'s type or float32, and so is the sum. ``norm_weight [out]``, or
-    ``norm_weight + 1`` with ``plus_one``; the normed rows have its type.
+    ``norm_weight + 1`` with ``plus_one``; the normed rows have its type. ``scratch`` as for `linear`.
     """
     checks.check_linear(x, weight, bias)
     checks.check_sum_and_norm(x, weight, residual, norm_weight)
-    return _backend(weight).linear_add_norm(x, weight, bias, residual, norm_weight, eps, plus_one=plus_one)
+    shared = _shared(weight, scratch)
+    return _backend(weight).linear_add_norm(
+        x, weight, bias, residual, norm_weight, eps, plus_one=plus_one, **shared
+    )
+
+
+def _shared(weight: torch.Tensor, scratch: dict[Any, Any] | None) -> dict[str, Any]:
+    """What a linear map's version for ``weight``'s device takes besides: those for CPUs share nothing."""
+    return {} if weight.device.type == "cpu" else {"scratch": scratch}
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

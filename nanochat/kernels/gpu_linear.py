@@ -8,13 +8,16 @@ L2), multiply, add up over the warps, which each have a part of the inner dimens
 part of it: SiLU and product, the residual's addition, and the RMS norm, whose weight is multiplied in here
 while its division is left to the next map (see `Normed`).
 
-Every program has ``16 * repeat`` outputs. Larger batches, other types and shapes go to cuBLAS. In Gluon, which
+Every program has ``16 * repeat`` outputs. More rows are left to `gpu_linear_split` on Hopper; larger batches, other
+types and shapes go to cuBLAS. In Gluon, which
 lets a kernel choose its layouts; it is part of the triton package.
 
 Knows nothing of models.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +28,11 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra import cuda
 
 from nanochat.kernels.activation import silu_mul
+from nanochat.kernels.gpu_linear_split import allocate_arrivals, launch_split_linear
 from nanochat.kernels.norm_rope import rms_norm
 from nanochat.kernels.normed import Normed
 from nanochat.kernels.triton_utils import INTERPRETED, dependent_launch, device_info, next_power_of_2
-from nanochat.kernels.tuning import LinearConfig, linear_config
+from nanochat.kernels.tuning import SPLIT_TILE, LinearConfig, SplitConfig, linear_config, split_config
 
 
 def linear(
@@ -37,31 +41,38 @@ def linear(
     bias: torch.Tensor | None = None,
     *,
     dtype: torch.dtype | None = None,
+    scratch: dict[Any, Any] | None = None,
 ) -> torch.Tensor:
     """See `nanochat.kernels.linear`."""
     normed = x if isinstance(x, Normed) else Normed(x)
     config = _config(normed.values, weight, 1)
     if config is None:
+        if dtype == torch.float32 != weight.dtype and bias is None and weight.is_cuda:
+            return torch.mm(normed.finished(), weight.T, out_dtype=dtype)
         out = F.linear(normed.finished(), weight, bias)
         return out if dtype is None else out.to(dtype)
     out = torch.empty(
         (normed.values.shape[0], weight.shape[0]), dtype=dtype or weight.dtype, device=weight.device
     )
-    launch_linear(normed, weight, bias, out, config)
+    _launch(normed, weight, bias, out, config, scratch)
     return out
 
 
 def silu_linear(
-    x: torch.Tensor | Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor | Normed,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    scratch: dict[Any, Any] | None = None,
 ) -> torch.Tensor:
     """See `nanochat.kernels.silu_linear`."""
     normed = x if isinstance(x, Normed) else Normed(x)
     config = _config(normed.values, weight, 2)
     if config is None:
-        return silu_mul(linear(normed, weight, bias))
+        return silu_mul(linear(normed, weight, bias, scratch=scratch))
     shape = (normed.values.shape[0], weight.shape[0] // 2)
     out = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-    launch_linear(normed, weight, bias, out, config, gated=True)
+    _launch(normed, weight, bias, out, config, scratch, gated=True)
     return out
 
 
@@ -74,6 +85,7 @@ def linear_add_norm(
     eps: float,
     *,
     plus_one: bool = False,
+    scratch: dict[Any, Any] | None = None,
 ) -> tuple[Normed, torch.Tensor]:
     """See `nanochat.kernels.linear_add_norm`."""
     config = _config(x, weight, 1)
@@ -81,20 +93,22 @@ def linear_add_norm(
     types = (weight.dtype, norm_weight.dtype, residual.dtype)
     fits = types == (torch.bfloat16, torch.bfloat16, torch.float32)
     dense = residual.stride(1) == 1 and norm_weight.stride(0) == 1
-    if config is None or not (config.joins_norm and fits and dense):
-        normed, summed = rms_norm(linear(x, weight, bias), norm_weight, eps, residual, plus_one=plus_one)
+    joins = isinstance(config, SplitConfig) or (config is not None and config.joins_norm)
+    if config is None or not (joins and fits and dense):
+        y = linear(x, weight, bias, scratch=scratch)
+        normed, summed = rms_norm(y, norm_weight, eps, residual, plus_one=plus_one)
         return Normed(normed), summed
     rows, out_size = x.shape[0], weight.shape[0]
     values = torch.empty((rows, out_size), dtype=weight.dtype, device=weight.device)
     summed = torch.empty((rows, out_size), dtype=torch.float32, device=weight.device)
-    programs = out_size // (16 * config.repeat)
+    programs = out_size // (SPLIT_TILE if isinstance(config, SplitConfig) else 16 * config.repeat)
     squares = torch.empty((programs, rows), dtype=torch.float32, device=weight.device)
     epilogue = (residual, norm_weight, summed, squares)
-    launch_linear(Normed(x), weight, bias, values, config, epilogue=epilogue, plus_one=plus_one)
+    _launch(Normed(x), weight, bias, values, config, scratch, epilogue=epilogue, plus_one=plus_one)
     return Normed(values, squares, eps), summed
 
 
-def _config(x: torch.Tensor, weight: torch.Tensor, parts: int) -> LinearConfig | None:
+def _config(x: torch.Tensor, weight: torch.Tensor, parts: int) -> LinearConfig | SplitConfig | None:
     """How to launch for these rows and ``parts`` weights side by side; None: leave it to cuBLAS."""
     if (
         INTERPRETED  # which doesn't know Gluon
@@ -104,10 +118,36 @@ def _config(x: torch.Tensor, weight: torch.Tensor, parts: int) -> LinearConfig |
         or x.stride(0) % 8
         or not weight.is_contiguous()
         or x.data_ptr() % 16
+        or weight.data_ptr() % 16
     ):
         return None
+    info = device_info(x.device)
     out_size, in_size = weight.shape
-    return linear_config(device_info(x.device).capability, x.shape[0], in_size, out_size // parts, parts)
+    sizes = (x.shape[0], in_size, out_size // parts, parts)
+    # Asynchronous copies need to know when they are compiled that rows begin at multiples of 16 bytes.
+    split = None if x.stride(0) % 16 else split_config(info.capability, info.num_sms, *sizes)
+    return split or linear_config(info.capability, *sizes)
+
+
+def _launch(
+    x: Normed,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    config: LinearConfig | SplitConfig,
+    scratch: dict[Any, Any] | None,
+    **options: Any,
+) -> None:
+    if isinstance(config, LinearConfig):
+        launch_linear(x, weight, bias, out, config, **options)
+        return
+    arrivals = None
+    if config.splits > 1:
+        key, kept = "linear_arrivals", {} if scratch is None else scratch
+        if key not in kept:
+            kept[key] = allocate_arrivals(weight.device)
+        arrivals = kept[key]
+    launch_split_linear(x, weight, bias, out, config, arrivals, **options)
 
 
 def launch_linear(

@@ -48,10 +48,15 @@ def decode_config(capability: int, block_d: int, kv_bytes: int, runs: int) -> De
     if capability in (90, 100):
         if kv_bytes == 1 and block_d <= 128:
             # Converting costs instructions, and one-warp programs spend none on meeting each other.
-            if runs >= 128:
+            if runs >= 256:
                 return DecodeConfig(32, 1, 3, 8, 4, 16, early=True)
-            return DecodeConfig(64, 2, 3, 4, 1, 32 if runs >= 32 else 64, early=True)
+            if runs >= 32:
+                return DecodeConfig(64, 2, 3, 4, 1, 64 if runs >= 128 else 32, early=True)
+            return DecodeConfig(32, 2, 3, 4, 1, 64, early=True)
         if row_bytes <= 256:
+            if 128 <= runs <= 256:
+                # About a run a program: nothing is split, nor merged.
+                return DecodeConfig(64, 4, 3, 2, 2, 64, early=True)
             # A merge of 64 takes registers for just four programs a multiprocessor. Where five would fit, they are
             # placed unevenly, and that costs a tenth.
             return DecodeConfig(32, 2, 3, 4, 1, 64, early=True)
@@ -134,4 +139,46 @@ def linear_config(capability: int, rows: int, in_size: int, out_size: int, parts
             for step in (64, 32):
                 if in_size % (split * step) == 0:
                     return LinearConfig(split, step, 1, row_tile, joins_norm=rows <= 16)
+    return None
+
+
+SPLIT_TILE = 64
+"""Outputs of a program of `SplitConfig`: the fewest that a warpgroup multiplies."""
+MAX_SHARED_TILES = 256
+"""Most tiles of outputs that programs share in one launch."""
+_SPLIT_INNER = 1024
+"""Of the inner dimension, what a program's weights and rows have room for in shared memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitConfig:
+    """How a linear map of more rows than `LinearConfig`'s is cut on Hopper."""
+
+    splits: int
+    """Programs that share a tile of outputs, each with a part of the inner dimension."""
+    step: int
+    """Of the inner dimension, what is copied at once: 64 or 128."""
+    row_tile: int
+    """Rows multiplied at once: 16, 32 or 64, and no fewer than there are."""
+    ring: int
+    """Steps of rows in shared memory; of weights all are."""
+
+
+def split_config(
+    capability: int, num_sms: int, rows: int, in_size: int, out_size: int, parts: int
+) -> SplitConfig | None:
+    """As `linear_config`; None where that has to say.
+
+    A program fills a multiprocessor's shared memory, so what needs more programs than there are multiprocessors, or
+    the sums of many of them, is left to cuBLAS.
+    """
+    if capability != 90 or not 8 < rows <= 64 or in_size % 64 or parts * out_size % SPLIT_TILE:
+        return None
+    step = 64 if in_size % 128 else 128
+    steps = in_size // step
+    tiles = parts * out_size // SPLIT_TILE
+    for splits in range(1, 5):
+        if steps % splits == 0 and in_size <= splits * _SPLIT_INNER and tiles * splits <= num_sms:
+            row_tile = 16 if rows <= 16 else 32 if rows <= 32 else 64
+            return SplitConfig(splits, step, row_tile, 512 // step if rows > 32 else steps // splits)
     return None

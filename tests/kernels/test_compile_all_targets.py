@@ -31,6 +31,7 @@ from nanochat.kernels import (
     attention_prefill_hopper,
     attention_runs,
     gpu_linear,
+    gpu_linear_split,
     kv_convert,
     kv_store,
     norm_rope,
@@ -376,7 +377,7 @@ def test_linear(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
         torch.zeros(1, dtype=half).expand(shape).contiguous()
         for shape in ((256, 1024), (512, 1024), (256, 3072))
     )
-    for rows in (3, 16) if capability == 90 else (3,):
+    for rows in (3, 8) if capability == 90 else (3,):
         x, wide = torch.zeros(rows, 1024, dtype=half), torch.zeros(rows, 3072, dtype=half)
         normed = Normed(x, torch.zeros(36, rows), 1e-6)
         residual = torch.zeros(rows, 256)
@@ -392,8 +393,30 @@ def test_linear(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
             check_launches(monkeypatch, capability, gpu_linear, "_linear_kernel", launch)
     wide = torch.zeros(32, 3072, dtype=half)
     check_launches(
-        monkeypatch, capability, gpu_linear, "_linear_kernel", lambda: gpu_linear.linear(wide, down)
+        monkeypatch, capability, gpu_linear, "_linear_kernel", lambda: gpu_linear.linear(wide, down[:240])
     )
+
+
+def test_split_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper alone has it."""
+    half = torch.bfloat16
+    weight, up, down = (
+        torch.zeros(1, dtype=half).expand(shape).contiguous()
+        for shape in ((256, 1024), (512, 576), (256, 3072))
+    )
+    bias = weight[:, 0].contiguous()
+    for rows in (16, 32, 64):
+        normed = Normed(torch.zeros(rows, 1024, dtype=half), torch.zeros(36, rows), 1e-6)
+        narrow, wide = torch.zeros(rows, 576, dtype=half), torch.zeros(rows, 3072, dtype=half)
+        residual = torch.zeros(rows, 256)
+        launches: list[Callable[[], object]] = [
+            lambda x=normed: gpu_linear.linear(x, weight, bias, dtype=torch.float32),
+            lambda x=narrow: gpu_linear.silu_linear(x, up),
+            lambda x=wide, r=residual: gpu_linear.linear_add_norm(x, down, None, r, bias, 1e-6),
+        ]
+        for launch in launches:
+            monkeypatch.setattr(gpu_linear, "device_info", lambda device: DeviceInfo(90, NUM_SMS))
+            check_launches(monkeypatch, 90, gpu_linear_split, "_split_kernel", launch)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -11,13 +11,13 @@ from nanochat import kernels
 from nanochat.engine.step_graphs import decode_sizes
 from nanochat.kernels import reference
 from nanochat.kernels.normed import Normed
-from nanochat.kernels.tuning import linear_config
+from nanochat.kernels.tuning import MAX_SHARED_TILES, SPLIT_TILE, linear_config, split_config
 
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
 ]
-SIZES = [(576, 1536), (1024, 3072), (896, 4864), (48, 40), (2048, 1024)]
+SIZES = [(576, 1536), (1024, 3072), (896, 4864), (48, 40), (2048, 1024), (3072, 1024)]
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Of the norm; float32 is multiplied in TF32 at worst."""
 
@@ -35,7 +35,7 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 17, 32, 70])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 17, 32, 33, 64, 70])
 def test_linear_and_silu_linear(device: str, dtype: torch.dtype, rows: int) -> None:
     for in_size, out_size in SIZES:
         x = randn(device, dtype, rows, in_size)
@@ -54,7 +54,7 @@ def test_linear_and_silu_linear(device: str, dtype: torch.dtype, rows: int) -> N
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 5, 16, 32, 70])
+@pytest.mark.parametrize("rows", [1, 5, 16, 32, 47, 70])
 @pytest.mark.parametrize("plus_one", [False, True])
 def test_linear_add_norm(device: str, dtype: torch.dtype, rows: int, plus_one: bool) -> None:
     for in_size, out_size in SIZES:
@@ -95,6 +95,44 @@ def test_every_config_divides_its_shape() -> None:
     assert linear_config(90, 65, 1024, 1024, 1) is None
 
 
+def test_every_split_config_divides_its_shape_and_fits_shared_memory() -> None:
+    found = 0
+    for in_size in (64, 96, 576, 896, 1024, 1536, 2048, 2560, 3072, 4096, 4864, 8192, 14_336):
+        for out_size in (32, 576, 1000, 1024, 3072, 4096, 14_336, 151_936):
+            for rows in (1, 8, 9, 16, 17, 32, 33, 64, 65):
+                for parts in (1, 2):
+                    config = split_config(90, 132, rows, in_size, out_size, parts)
+                    if config is None:
+                        continue
+                    found += 1
+                    assert in_size % (config.splits * config.step) == 0
+                    assert parts * out_size % SPLIT_TILE == 0
+                    assert parts * out_size // SPLIT_TILE <= MAX_SHARED_TILES
+                    assert config.row_tile >= rows
+                    steps = in_size // (config.splits * config.step)
+                    ring = min(config.ring, steps)
+                    assert ring == steps or ring > 3  # two products behind, one piece ahead
+                    assert 2 * config.step * (steps * SPLIT_TILE + ring * config.row_tile) <= 227 << 10
+    assert found > 100
+    for capability, rows in ((80, 32), (100, 32), (90, 8), (90, 65)):
+        assert split_config(capability, 132, rows, 1024, 1024, 1) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_shared_tiles_add_up_in_one_order_and_leave_their_counters_as_they_were() -> None:
+    x, weight = randn("cuda", torch.bfloat16, 20, 3072), randn("cuda", torch.bfloat16, 1024, 3072, seed=1)
+    residual, norm = randn("cuda", torch.float32, 20, 1024, seed=2), randn("cuda", torch.bfloat16, 1024)
+    scratch: dict[str, torch.Tensor] = {}
+    results = [
+        kernels.linear_add_norm(x, weight, None, residual, norm, 1e-6, scratch=scratch) for _ in range(50)
+    ]
+    for normed, summed in results:
+        assert torch.equal(summed, results[0][1])
+        assert torch.equal(normed.values, results[0][0].values)
+    if scratch:  # the card has such maps
+        assert not scratch["linear_arrivals"].any()
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 7, 12, 20, 40, 256])
 def test_padding_a_step_of_decodes_changes_no_config(max_num_seqs: int) -> None:
     """A recorded step has a few rows more than the same step launched kernel by kernel."""
@@ -107,8 +145,9 @@ def test_padding_a_step_of_decodes_changes_no_config(max_num_seqs: int) -> None:
             (3072, 1024, 1),
             (1024, 151_936, 1),
         ):
-            config = linear_config(90, rows, in_size, out_size, parts)
-            assert config == linear_config(90, padded, in_size, out_size, parts)
+            sizes = (in_size, out_size, parts)
+            assert linear_config(90, rows, *shape) == linear_config(90, padded, *shape)
+            assert split_config(90, 132, rows, *shape) == split_config(90, 132, padded, *shape)
 
 
 def test_wrong_arguments_are_refused() -> None:

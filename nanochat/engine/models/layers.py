@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,28 +67,42 @@ class Linear:
         if not keep_weight:
             self.weight = torch.empty(0, dtype=self.weight.dtype)
 
-    def __call__(self, x: torch.Tensor | Normed, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """``[T, in]`` to ``[T, out]``, of ``x``'s type or ``dtype``."""
+    def __call__(
+        self,
+        x: torch.Tensor | Normed,
+        dtype: torch.dtype | None = None,
+        scratch: dict[Any, Any] | None = None,
+    ) -> torch.Tensor:
+        """``[T, in]`` to ``[T, out]``, of ``x``'s type or ``dtype``; ``scratch`` as in `kernels.linear`."""
         if self._kernel is None:
-            y = kernels.linear(x, self.weight, self.bias, dtype=dtype)
+            y = kernels.linear(x, self.weight, self.bias, dtype=dtype, scratch=scratch)
         else:
             y = self._kernel(x.finished() if isinstance(x, Normed) else x, dtype)
         return self._ranks.all_reduce(y) if self._is_partial else y
 
-    def silu(self, x: Normed) -> torch.Tensor:
+    def silu(self, x: Normed, scratch: dict[Any, Any]) -> torch.Tensor:
         """``[T, in]`` to ``[T, out / 2]``: SiLU of the first half of the outputs, times the second."""
         if self._kernel is None:
-            return kernels.silu_linear(x, self.weight, self.bias)
+            return kernels.silu_linear(x, self.weight, self.bias, scratch=scratch)
         return kernels.silu_mul(self(x))
 
-    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> tuple[Normed, torch.Tensor]:
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm, scratch: dict[Any, Any]
+    ) -> tuple[Normed, torch.Tensor]:
         """Added to the residual stream and normed: the normed sum and the sum, ``[T, out]`` each."""
         if self._kernel is None and not self._is_partial:
             return kernels.linear_add_norm(
-                x, self.weight, self.bias, residual, norm.weight, norm.eps, plus_one=norm.plus_one
+                x,
+                self.weight,
+                self.bias,
+                residual,
+                norm.weight,
+                norm.eps,
+                plus_one=norm.plus_one,
+                scratch=scratch,
             )
         wide = torch.float32 if self._is_partial and x.shape[0] <= _WIDE_SUM_ROWS else None
-        normed, residual = norm(self(x, wide), residual)
+        normed, residual = norm(self(x, wide, scratch), residual)
         return Normed(normed), residual
 
 
@@ -141,7 +156,7 @@ class Attention:
         cache: LayerCache,
     ) -> torch.Tensor:
         """``[T, hidden]`` to ``[T, H * D]``, for ``out``; K and V are stored before anything is attended to."""
-        q, k, v = self.qkv(x).split(self.sizes, dim=-1)
+        q, k, v = self.qkv(x, scratch=batch.scratch).split(self.sizes, dim=-1)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
@@ -174,9 +189,11 @@ class MLP:
         self.activate = activation(config.activation)
         self.is_silu = config.activation == "silu"
 
-    def __call__(self, x: Normed) -> torch.Tensor:
-        """``[T, hidden]`` to ``[T, I]``, for ``down``."""
-        return self.gate_up.silu(x) if self.is_silu else self.activate(self.gate_up(x))
+    def __call__(self, x: Normed, scratch: dict[Any, Any]) -> torch.Tensor:
+        """``[T, hidden]`` to ``[T, I]``, for ``down``; ``scratch`` as in `kernels.linear`."""
+        if self.is_silu:
+            return self.gate_up.silu(x, scratch)
+        return self.activate(self.gate_up(x, scratch=scratch))
 
 
 class MoE:
@@ -258,21 +275,31 @@ class DecoderLayer:
         With ``finish`` the norm's division is done, whatever that costs.
         """
         mixed = self.attention(x, positions, slots, cos_sin, batch, cache)
-        x, residual = _add_norm(self.attention.out, mixed, self.attention_out_norm, residual, self.mlp_norm)
+        scratch = batch.scratch
+        x, residual = _add_norm(
+            self.attention.out, mixed, self.attention_out_norm, residual, self.mlp_norm, scratch
+        )
         if isinstance(self.mlp, MoE):
             return _normed(self.mlp(x.finished()), self.mlp_out_norm, residual, next_norm)
+        inner = self.mlp(x, scratch)
         if finish:
-            return _normed(self.mlp.down(self.mlp(x)), self.mlp_out_norm, residual, next_norm)
-        return _add_norm(self.mlp.down, self.mlp(x), self.mlp_out_norm, residual, next_norm)
+            out = self.mlp.down(inner, scratch=scratch)
+            return _normed(out, self.mlp_out_norm, residual, next_norm)
+        return _add_norm(self.mlp.down, inner, self.mlp_out_norm, residual, next_norm, scratch)
 
 
 def _add_norm(
-    linear: Linear, x: torch.Tensor, out_norm: Norm | None, residual: torch.Tensor, norm: Norm
+    linear: Linear,
+    x: torch.Tensor,
+    out_norm: Norm | None,
+    residual: torch.Tensor,
+    norm: Norm,
+    scratch: dict[Any, Any],
 ) -> tuple[Normed, torch.Tensor]:
     """``residual`` plus the linear map of ``x``, itself under ``out_norm`` if there is one; and the sum normed."""
     if out_norm is None:
-        return linear.add_norm(x, residual, norm)
-    return _normed(linear(x), out_norm, residual, norm)
+        return linear.add_norm(x, residual, norm, scratch)
+    return _normed(linear(x, scratch=scratch), out_norm, residual, norm)
 
 
 def _normed(
