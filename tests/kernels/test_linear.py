@@ -145,7 +145,7 @@ def test_padding_a_step_of_decodes_changes_no_config(max_num_seqs: int) -> None:
             (3072, 1024, 1),
             (1024, 151_936, 1),
         ):
-            sizes = (in_size, out_size, parts)
+            shape = (in_size, out_size, parts)
             assert linear_config(90, rows, *shape) == linear_config(90, padded, *shape)
             assert split_config(90, 132, rows, *shape) == split_config(90, 132, padded, *shape)
 
