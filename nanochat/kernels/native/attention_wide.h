@@ -42,54 +42,116 @@ INLINE void pack_tile(const Op *op, const Run *run, const Tile *tile, int type) 
             transpose(block);
             memcpy(run->k + i * wide + d * PANEL, block, sizeof block);
         }
-    for (int i = 0; i < TILE; i += 2)
+    for (int i = 0; i < TILE; i += 2) {
+        const int64_t from = i < tile->count ? tile->slots[i] * dim : -1;
+        const int64_t more = i + 1 < tile->count ? tile->slots[i + 1] * dim : -1;
         for (int64_t d = 0; d < dim; d += PANEL) {
-            const vf first = i < tile->count ? load(op->v_cache, type, tile->slots[i] * dim + d) : (vf){0};
-            const vf second = i + 1 < tile->count ? load(op->v_cache, type, tile->slots[i + 1] * dim + d) : (vf){0};
-            store_pair(run->v + d * TILE, i, first, second);
+#ifdef __AVX512BF16__
+            if (type == BFLOAT16 && more >= 0) {
+                const __m256i two[2] = {_mm256_loadu_si256((const void *)((const uint16_t *)op->v_cache + from + d)),
+                                        _mm256_loadu_si256((const void *)((const uint16_t *)op->v_cache + more + d))};
+                const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(two[0]), two[1], 1);
+                _mm512_storeu_si512(run->v + d * TILE + i * PANEL, _mm512_permutexvar_epi16(pair_order(), both));
+                continue;
+            }
+#endif
+            store_pair(run->v + d * TILE, i, from < 0 ? (vf){0} : load(op->v_cache, type, from + d),
+                       more < 0 ? (vf){0} : load(op->v_cache, type, more + d));
         }
+    }
 }
 
-/* Softmax of row r's scores, of which those of keys `low` to `high` count, against the largest so far. */
-INLINE void weigh_row(const Op *op, const Run *run, int r, int low, int high, const float *k_units, const float *v_units) {
-    const int dim = op->head_dim;
-    vf s[TILE / LANES], high_so_far = splat(run->most[r]), added = {0};
-    const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    for (int j = 0; j < TILE / LANES; j++) {
-        s[j] = load_floats(run->scores + r * TILE + j * LANES) * op->scale;
-        if (k_units) s[j] *= load_floats(k_units + j * LANES);
-        if (op->softcap > 0.0f) s[j] = op->softcap * hyperbolic_tangent(s[j] / op->softcap);
-        if (low > 0 || high < TILE) {
-            const vi place = lanes + j * LANES;
-            s[j] = choose((place >= low) & (place < high), s[j], splat(-INFINITY));
-        }
-        high_so_far = larger(high_so_far, s[j]);
-    }
-    const float now = largest(high_so_far);
-    elem *weights = run->weights + (int64_t)r * TILE;
-    if (now == -INFINITY) {
-        memset(weights, 0, TILE * sizeof(elem));
-        return;
-    }
-    for (int j = 0; j < TILE / LANES; j++) {
-        s[j] = exponential(s[j] - now);
-        added += s[j];
-        if (v_units) s[j] *= load_floats(v_units + j * LANES);
-    }
+/* 2^x, for weights that are rounded to `elem` after. */
+INLINE vf power_of_two(vf x) {
 #ifdef __AVX512BF16__
-    for (int j = 0; j < TILE / LANES; j += 2) {
-        const __m512bh both = _mm512_cvtne2ps_pbh((__m512)s[j + 1], (__m512)s[j]);
-        memcpy(weights + j * LANES, &both, sizeof both);
-    }
+    /* Within 2^-18: the series of e^(r ln 2), and r at most half. */
+    const __m512 at_least = _mm512_max_ps((__m512)x, _mm512_set1_ps(-150.0f)), n = _mm512_roundscale_ps(at_least, 0);
+    const vf r = (vf)_mm512_sub_ps(at_least, n);
+    vf p = splat(1.3333558e-3f);
+    p = p * r + 9.6181291e-3f;
+    p = p * r + 5.5504109e-2f;
+    p = p * r + 2.4022651e-1f;
+    p = p * r + 6.9314718e-1f;
+    p = p * r + 1.0f;
+    return (vf)_mm512_scalef_ps((__m512)p, n);
 #else
-    for (int j = 0; j < TILE / LANES; j++) store(weights, ELEM, j * LANES, s[j]);
+    return exponential(x * 0.69314718f);
 #endif
-    const float kept = run->most[r] == -INFINITY ? 0.0f : expf(run->most[r] - now);
-    run->total[r] = run->total[r] * kept + sum(added);
-    run->most[r] = now;
-    float *sums = run->sums + (int64_t)r * dim;
-    if (kept != 1.0f)
-        for (int i = 0; i < dim; i += LANES) store(sums, FLOAT32, i, load_floats(sums + i) * kept);
+}
+
+/* The largest of each of sixteen vectors. */
+INLINE vf largest_of(vf *x) {
+    transpose((vu *)x);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) x[i] = larger(x[i], x[i + half]);
+    return x[0];
+}
+
+/* What a row's scores are multiplied by, and where they count. */
+typedef struct Sight {
+    int low, high;
+    const float *k_units, *v_units;
+} Sight;
+
+/* Scores j * 16 on of row r, times log2(e), and -inf where they don't count. */
+INLINE vf seen_scores(const Op *op, const Run *run, int r, int j, Sight sight) {
+    vf s = load_floats(run->scores + r * TILE + j * LANES);
+    if (sight.k_units) s *= load_floats(sight.k_units + j * LANES);
+    if (op->softcap > 0.0f)
+        s = op->softcap * 1.44269504f * hyperbolic_tangent(s * (op->scale / op->softcap));
+    else
+        s *= op->scale * 1.44269504f;
+    if (sight.low <= j * LANES && sight.high >= (j + 1) * LANES) return s;
+    const vi place = (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + j * LANES;
+    return choose((place >= sight.low) & (place < sight.high), s, splat(-INFINITY));
+}
+
+INLINE void store_weights(elem *to, vf first, vf second) {
+#ifdef __AVX512BF16__
+    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    memcpy(to, &both, sizeof both);
+#else
+    store(to, FLOAT32, 0, first);
+    store(to, FLOAT32, LANES, second);
+#endif
+}
+
+/* Softmax of up to 16 rows' scores from row `r` on against the largest so far. */
+INLINE void weigh_rows(const Op *op, const Run *run, int r, int count, const Sight *sights) {
+    const int dim = op->head_dim;
+    vf most[LANES], added[LANES];
+    for (int i = 0; i < LANES; i++) {
+        most[i] = splat(-INFINITY);
+        added[i] = (vf){0};
+        for (int j = 0; i < count && j < TILE / LANES; j++) {
+            const vf s = seen_scores(op, run, r + i, j, sights[i]);
+            store(run->scores, FLOAT32, (r + i) * TILE + j * LANES, s);
+            most[i] = larger(most[i], s);
+        }
+    }
+    const vf before = load_floats(run->most + r), now = larger(before, largest_of(most));
+    /* A row that has seen nothing yet keeps nothing, and gives no weight. */
+    const vf base = choose(now > -INFINITY, now, (vf){0}), kept = power_of_two(before - base);
+    float bases[LANES], shares[LANES];
+    memcpy(bases, &base, sizeof bases);
+    memcpy(shares, &kept, sizeof shares);
+    for (int i = 0; i < count; i++) {
+        elem *weights = run->weights + (int64_t)(r + i) * TILE;
+        for (int j = 0; j < TILE / LANES; j += 2) {
+            vf w[2];
+            for (int k = 0; k < 2; k++) {
+                w[k] = power_of_two(load_floats(run->scores + (r + i) * TILE + (j + k) * LANES) - bases[i]);
+                added[i] += w[k];
+                if (sights[i].v_units) w[k] *= load_floats(sights[i].v_units + (j + k) * LANES);
+            }
+            store_weights(weights + j * LANES, w[0], w[1]);
+        }
+        float *sums = run->sums + (int64_t)(r + i) * dim;
+        if (shares[i] != 1.0f)
+            for (int d = 0; d < dim; d += LANES) store(sums, FLOAT32, d, load_floats(sums + d) * shares[i]);
+    }
+    store(run->most, FLOAT32, r, now);
+    store(run->total, FLOAT32, r, load_floats(run->total + r) * kept + sums_of(added));
 }
 
 /* All queries of the run over the tile whose first key is at `place`. */
@@ -102,10 +164,15 @@ INLINE void meet_tile(const Op *op, const Run *run, const Tile *tile, int64_t pl
     }
     pack_tile(op, run, tile, type);
     product(run->q, run->padded_dim, run->k, run->padded_dim, TILE / PANEL, run->scores, TILE, rows, 0);
-    for (int r = 0; r < rows; r++) {
-        const int64_t end = run->end + r / run->group, begin = op->window && end > op->window ? end - op->window : 0;
-        const int64_t low = begin > place ? begin - place : 0, high = end - place < tile->count ? end - place : tile->count;
-        weigh_row(op, run, r, low < TILE ? (int)low : TILE, (int)high, type == INT8 ? k_units : 0, type == INT8 ? v_units : 0);
+    for (int r = 0; r < rows; r += LANES) {
+        const int count = rows - r < LANES ? rows - r : LANES;
+        Sight sights[LANES];
+        for (int i = 0; i < count; i++) {
+            const int64_t end = run->end + (r + i) / run->group, begin = op->window && end > op->window ? end - op->window : 0;
+            const int64_t low = begin > place ? begin - place : 0, high = end - place < tile->count ? end - place : tile->count;
+            sights[i] = (Sight){low < TILE ? (int)low : TILE, (int)high, type == INT8 ? k_units : 0, type == INT8 ? v_units : 0};
+        }
+        weigh_rows(op, run, r, count, sights);
     }
     product(run->weights, TILE, run->v, TILE, dim / PANEL, run->sums, dim, rows, 1);
 }
@@ -120,8 +187,8 @@ INLINE void attend_run(const Op *op, Run *run, const int32_t *table, int head, i
             if (d < dim) x = op->x_type == FLOAT32 ? load(op->x, FLOAT32, from + d) : load(op->x, BFLOAT16, from + d);
             store(run->q, ELEM, (int64_t)r * run->padded_dim + d, x);
         }
-        run->most[r] = -INFINITY, run->total[r] = 0.0f;
     }
+    for (int r = 0; r < (rows + LANES - 1) / LANES * LANES; r++) run->most[r] = -INFINITY, run->total[r] = 0.0f;
     memset(run->sums, 0, sizeof(float) * (size_t)rows * (size_t)dim);
     const int64_t last = run->end + run->count - 1; /* the last query sees the keys before this place */
     for (int64_t place = op->window && run->end > op->window ? run->end - op->window : 0; place < last;) {

@@ -20,13 +20,19 @@ enum { ROWS_A_BLOCK = 2 };
 #endif
 enum { K_STEP = 32, ELEMS = PANEL * PAIR }; /* k is a multiple of the first; the second fill a vector */
 
+#ifdef __AVX512BF16__
+/* Of two times 16 numbers of 16 bits, the first of both, then the second of both, and so on. */
+INLINE __m512i pair_order(void) {
+    return _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3,
+                            18, 2, 17, 1, 16, 0);
+}
+#endif
+
 /* Numbers k and k + 1 of all columns of a panel. */
 INLINE void store_pair(elem *panel, int64_t k, vf first, vf second) {
 #ifdef __AVX512BF16__
     const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    _mm512_storeu_si512(panel + k * PANEL, _mm512_permutexvar_epi16(order, both));
+    _mm512_storeu_si512(panel + k * PANEL, _mm512_permutexvar_epi16(pair_order(), both));
 #else
     store(panel, FLOAT32, k * PANEL, first);
     store(panel, FLOAT32, (k + 1) * PANEL, second);

@@ -46,6 +46,9 @@ INLINE vf larger(vf a, vf b) {
     const Eights p = eights_of(a), q = eights_of(b);
     return whole(_mm256_max_ps(p.low, q.low), _mm256_max_ps(p.high, q.high));
 }
+#elif defined(__AVX512F__)
+INLINE vf smaller(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+INLINE vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 #else
 INLINE vf smaller(vf a, vf b) { return choose(a < b, a, b); }
 INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
