@@ -39,6 +39,9 @@ from nanochat.kernels.triton_utils import (
 )
 from nanochat.kernels.tuning import DecodeConfig, decode_config
 
+READ_EARLY = {"plan_ptr": "_plan_kernel", "block_tables_ptr": "_expand_kernel"}
+"""What is read before the kernel before this one has ended, and the kernel that writes it."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:

@@ -34,6 +34,9 @@ from nanochat.kernels.normed import Normed
 from nanochat.kernels.triton_utils import INTERPRETED, dependent_launch, device_info, next_power_of_2
 from nanochat.kernels.tuning import SPLIT_TILE, LinearConfig, SplitConfig, linear_config, split_config
 
+READ_EARLY = {"weight_ptr": None, "bias_ptr": None, "norm_ptr": None}
+"""What is read before the kernel before this one has ended: weights alone, which no kernel writes."""
+
 
 def linear(
     x: torch.Tensor | Normed,

@@ -21,6 +21,14 @@ from nanochat.kernels.triton_utils import dependent_launch
 
 _MAX_TOKENS = 128
 """Of one launch; more are rotated and stored by kernels that read memory in larger pieces."""
+READ_EARLY = {
+    "positions_ptr": "_expand_kernel",
+    "slots_ptr": "_expand_kernel",
+    "cos_sin_ptr": None,
+    "q_norm_ptr": None,
+    "k_norm_ptr": None,
+}
+"""What is read before the kernel before this one has ended, and the kernel that writes it; None: nobody does."""
 
 
 def rope_store(
