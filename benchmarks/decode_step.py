@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.engine import SHAPES, model_config
@@ -126,7 +127,7 @@ def parts_us(graph: torch.cuda.CUDAGraph) -> dict[str, dict[str, float]]:
     spans = sorted(
         (event.time_range.end, event.time_range.start, event.name)
         for event in trace.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == DeviceType.CUDA
     )
     steps = len(spans) // 5
     shares: dict[str, float] = defaultdict(float)

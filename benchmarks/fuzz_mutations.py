@@ -237,7 +237,8 @@ def damage_value(rng: random.Random, value: Any) -> Any:
 
 def _somewhere(rng: random.Random, holder: Any) -> tuple[Any, Any]:
     """A container and one of its keys, any level equally likely."""
-    container, key = holder, ""
+    container: Any = holder
+    key: Any = ""
     while isinstance(container[key], (dict, list)) and container[key] and rng.random() < 0.75:
         container = container[key]
         key = rng.choice(list(container)) if isinstance(container, dict) else rng.randrange(len(container))

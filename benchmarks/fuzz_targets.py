@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import gguf
 from safetensors.torch import load_file, save_file
@@ -249,7 +250,8 @@ def ask_model(path: Path) -> None:
     with diverted(log):  # as in the app all the time, and in `nanochat ask` until the answer begins
         engine = Engine(config)
     with engine:
-        params = SamplingParams(**{**engine.default_sampling, "max_tokens": 3})
+        sampling: dict[str, Any] = {**engine.default_sampling, "max_tokens": 3}
+        params = SamplingParams(**sampling)
         chat = Conversation(engine.tokenizer, system="Be brief.")
         for text in ("Hello aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab", "\u00e9\U0001f40d and so on"):
             chat.add_user(text)

@@ -100,7 +100,7 @@ def correctness() -> Figures:
         for rows, queries, context in shapes:
             case = paged_case(rows, queries, context, int8=int8, decode=queries == 1)
             exact = exact_attention(case, *stored_kv(case))
-            figure = {"rows": rows, "queries": queries, "context": context, "int8": int8}
+            figure: dict[str, Any] = {"rows": rows, "queries": queries, "context": context, "int8": int8}
             out = gpu.attention(case.q, case.cache, case.batch, scale=SCALE)
             figure["error"] = relative_error(out, exact)
             if int8 and queries > 1:
@@ -119,6 +119,7 @@ def quantisation() -> Figures:
     k = torch.randn(4 * 4096, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     slots = torch.randperm(4 * 4096, device="cuda")
     gpu.store_kv(k, k, case.cache, slots)
+    assert case.cache.k_scale is not None
     stored = (case.cache.k.flatten(0, 1)[slots], case.cache.k_scale.flatten(0, 1)[slots])
     expected = reference.quantize(k)
     scale = stored[1].double().unsqueeze(-1)
@@ -272,7 +273,7 @@ def elementwise(bandwidth: float) -> Figures:
         ]
 
     def rope(spread: bool) -> list[Callable[[], object]]:
-        norms = {"q_norm": head_weight, "k_norm": head_weight}
+        norms: dict[str, Any] = {"q_norm": head_weight, "k_norm": head_weight}
         return [
             lambda q=q, k=k: gpu.rope(q, k, positions, angles, **norms, spread=spread) for q, k, _ in heads
         ]
@@ -308,7 +309,7 @@ def elementwise(bandwidth: float) -> Figures:
 def rotations() -> Figures:
     """Norms, rotation and store of a small step, for a full cache and an INT8 one."""
     figures = []
-    norms = {
+    norms: dict[str, Any] = {
         name: torch.randn(HEAD_DIM, device="cuda", dtype=torch.bfloat16) for name in ("q_norm", "k_norm")
     }
     angles = torch.randn(128, HEAD_DIM, device="cuda")
@@ -316,14 +317,15 @@ def rotations() -> Figures:
     for rows in (1, 8, 32, 128):
         shape = (rows, HEADS + 2 * KV_HEADS, HEAD_DIM)
         packed = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(16)]
+        heads = [x.split((HEADS, KV_HEADS, KV_HEADS), dim=1) for x in packed]
         slots = [torch.randperm(8 * 8192, device="cuda")[:rows] for _ in packed]
         positions = torch.arange(rows, device="cuda")
         for int8, cache in caches.items():
             calls = [
-                lambda x=x, at=at, cache=cache, positions=positions: gpu.rope_store(
-                    *x.split((HEADS, KV_HEADS, KV_HEADS), dim=1), positions, angles, cache, at, **norms
+                lambda q=q, k=k, v=v, at=at, cache=cache, positions=positions: gpu.rope_store(
+                    q, k, v, positions, angles, cache, at, **norms
                 )
-                for x, at in zip(packed, slots, strict=True)
+                for (q, k, v), at in zip(heads, slots, strict=True)
             ]
             figures.append({"rows": rows, "int8": int8, "us": time_us(calls)})
     return figures
@@ -359,7 +361,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()
     torch.manual_seed(0)
-    attention_decode.decode_config = config_alone
+    attention_decode.decode_config = config_alone  # type: ignore[attr-defined]
     bandwidth = copy_bandwidth()
     sections: dict[str, Callable[[], Figures]] = {
         "correctness": correctness,

@@ -70,7 +70,8 @@ def measure_weights(
 ) -> dict[str, Any]:
     """Perplexity by format of the weights, on a CPU."""
     # Compact kernels are for a few rows, which would leave prefill to full weights.
-    cpu_linear.INT4_MAX_ROWS = cpu_linear.INT8_MAX_ROWS = native_linear.MAX_FEW_ROWS = 2**31
+    cpu_linear.INT4_MAX_ROWS = cpu_linear.INT8_MAX_ROWS = 2**31
+    native_linear.MAX_FEW_ROWS = 2**31  # type: ignore[attr-defined]
     figures: dict[str, Any] = {}
     for weights in [config.weights] if config.weights != "auto" else get_args(Weights):
         meter = QualityMeter(replace(config, weights=weights, dtype="auto"), options, progress)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.app_engine import engine_of
 from nanochat.engine.models.default_model import _WHEEL_BYTES
 from nanochat.engine.outputs import RequestMetrics, RequestOutput
 from nanochat.engine.progress import Progress
@@ -87,9 +88,9 @@ def say(stage: Stage, chat: Chat, question: str, text: str, reasoning: str = "")
 def end(stage: Stage, chat: Chat, text: str, reasoning: str = "") -> Message:
     """End the chat's live answer with a scripted text."""
     answer = chat.live
-    if answer is None or stage.main.bridge is None:
+    if answer is None:
         raise RuntimeError("there is no answer under way")
-    encode = stage.main.bridge.backend.engine.tokenizer.encode
+    encode = engine_of(stage).tokenizer.encode
     if reasoning:
         answer.answer.tags = ("<think>", "</think>")
         answer.answer.reasoning_tokens = len(encode(reasoning))
@@ -146,10 +147,10 @@ async def preempted(stage: Stage) -> None:
         chat.sampling = SAMPLING | {"ignore_eos": True}
         stage.ask(prompt)
     await stage.show(1)
-    bridge = stage.main.bridge
+    engine = engine_of(stage)
 
     def is_full() -> bool:
-        return bridge is not None and bridge.backend.engine.stats().preemptions > 0
+        return engine.stats().preemptions > 0
 
     await stage.until(is_full, 120, "Filling the cache")
 
@@ -226,7 +227,7 @@ async def search(stage: Stage) -> None:
     for number, (title, (question, text)) in enumerate(topics.items()):
         await _import(stage, title, question, text, 1_767_000_000.0 + 86_400 * number)
     await stage.show(3)
-    stage.main.action_search("tram")  # type: ignore[attr-defined]
+    stage.main.action_search("tram")
     await stage.pilot.pause(0.5)
 
 
@@ -245,7 +246,7 @@ async def _import(stage: Stage, title: str, question: str, text: str, when: floa
         ],
     }
     if stage.main.bridge is not None:
-        content["messages"][1]["token_ids"] = list(stage.main.bridge.backend.engine.tokenizer.encode(text))
+        content["messages"][1]["token_ids"] = list(engine_of(stage).tokenizer.encode(text))
     before = len(stage.main.workspace.chats)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "chat.json"

@@ -103,7 +103,8 @@ def prefix_lookup() -> dict[str, float]:
     pool = BlockPool(num_blocks, BLOCK_SIZE)
     random.seed(0)
     fill_cache(pool, num_blocks)
-    first, again = [], []
+    first: list[float] = []
+    again: list[float] = []
     for _ in range(20):
         random.seed(0)
         token_ids = random_prompt(LOOKUP_TOKENS)

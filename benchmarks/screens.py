@@ -54,7 +54,7 @@ def render(scene: Scene, **engine: Any) -> str:
     while not app.close_engine():
         pass
     if not outcome or isinstance(outcome[0], BaseException):
-        raise NanochatError("The scene could not be played.") from (outcome[0] if outcome else None)  # type: ignore[misc]
+        raise NanochatError("The scene could not be played.") from (outcome[0] if outcome else None)
     return normalised(outcome[0])
 
 

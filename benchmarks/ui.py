@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.app_engine import engine_of
 from benchmarks.history import RARE, fill
 from benchmarks.machine import describe_machine
 from nanochat.engine.config import EngineConfig, SamplingParams
@@ -28,7 +29,7 @@ from nanochat.ui.app import NanochatApp
 from nanochat.ui.search_screen import Found, SearchScreen
 from nanochat.ui.stage import Stage
 
-ENDLESS = {"max_tokens": 100_000, "ignore_eos": True, "temperature": 0.7, "seed": 1}
+ENDLESS: dict[str, Any] = {"max_tokens": 100_000, "ignore_eos": True, "temperature": 0.7, "seed": 1}
 GO_ON = "Go on."
 SIZE = (120, 36)
 KEYS = 200
@@ -145,20 +146,15 @@ async def typing(stage: Stage) -> dict[str, float]:
 
 async def shown_rate(stage: Stage, seconds: float) -> float:
     """The engine's rate while the app shows the answers."""
-    bridge = stage.main.bridge
-    if bridge is None:
-        raise RuntimeError("the model isn't loaded")
-    before, start_s = bridge.backend.engine.stats().generation_tokens, time.perf_counter()
+    engine = engine_of(stage)
+    before, start_s = engine.stats().generation_tokens, time.perf_counter()
     await asyncio.sleep(seconds)
-    return (bridge.backend.engine.stats().generation_tokens - before) / (time.perf_counter() - start_s)
+    return (engine.stats().generation_tokens - before) / (time.perf_counter() - start_s)
 
 
 async def plain_rate(stage: Stage, tabs: int, seconds: float) -> float:
     """The rate of the same chats' next answers when nobody shows them; the app is idle meanwhile."""
-    bridge = stage.main.bridge
-    if bridge is None:
-        raise RuntimeError("the model isn't loaded")
-    engine = bridge.backend.engine
+    engine = engine_of(stage)
     handles = []
     for chat in stage.main.workspace.chats:
         messages = [

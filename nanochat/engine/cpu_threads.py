@@ -35,7 +35,7 @@ def choose_threads(wish: int | None, cgroup: Path = Path("/sys/fs/cgroup")) -> i
 
     Two threads on one core's two halves are no faster at products of matrices, and wait for each other.
     """
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     if wish is not None:
         return wish

@@ -94,7 +94,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def free_cpu_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Memory that this process can still take without swapping: the machine's, or its container's if less."""
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     free = int(psutil.virtual_memory().available)
     try:
