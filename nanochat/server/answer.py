@@ -19,6 +19,9 @@ from nanochat.server.parsing import Job
 from nanochat.server.reasoning import ReasoningSplitter
 from nanochat.server.wire import DONE, to_event
 
+MAX_EVENTS = 64
+"""Events with log-probabilities that are put together into one piece."""
+
 
 class Choice:
     """One of the answers to a request."""
@@ -100,6 +103,11 @@ class Answer:
         self._about = {"created": int(time.time()), "model": model_name}
         self._id = wire.id_prefix + uuid.uuid4().hex
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether it tells log-probabilities, whose spelling and writing may take seconds."""
+        return "logprobs" in self.job.sampling
+
     def cancel(self) -> None:
         """End it early; its blocks are free within a step."""
         for choice in self._choices:
@@ -126,9 +134,8 @@ class Answer:
         def written() -> list[dict[str, Any]]:
             return [choice.whole() for choice in self._choices]
 
-        # Spelling the tokens of many log-probabilities takes seconds, in which no stream would go on.
-        has_logprobs = "logprobs" in self.job.sampling
-        choices = await asyncio.to_thread(written) if has_logprobs else written()
+        # On the event loop, no stream would go on meanwhile.
+        choices = await asyncio.to_thread(written) if self.has_logprobs else written()
         return {
             "id": self._id,
             "object": self._wire.object_name,
@@ -164,12 +171,17 @@ class Answer:
             async for index, events in taken:
                 choice = self._choices[index]
                 self._measure(choice, events)
-                piece = choice.take(events)
-                if piece.finish_reason not in ("cancelled", "error"):
-                    yield choice, piece
-                    continue
-                yield choice, replace(piece, finish_reason=None)
-                raise self._why_ended(choice)
+                # What a slow client has left lying may be much: other streams have their turn in between.
+                most = MAX_EVENTS if self.has_logprobs else len(events)
+                for first in range(0, len(events), most):
+                    if first:
+                        await asyncio.sleep(0)
+                    piece = choice.take(events[first : first + most])
+                    if piece.finish_reason not in ("cancelled", "error"):
+                        yield choice, piece
+                        continue
+                    yield choice, replace(piece, finish_reason=None)
+                    raise self._why_ended(choice)
 
     def _why_ended(self, choice: Choice) -> ApiError:
         if self.cancelled_because is not None:

@@ -20,7 +20,7 @@ from nanochat.server.errors import ApiError, invalid
 from nanochat.server.guard import Guard
 from nanochat.server.parsing import Job, parse_chat, parse_text
 from nanochat.server.service import Service
-from nanochat.server.wire import from_json, to_json
+from nanochat.server.wire import from_json, to_json, to_json_by_pieces
 
 MAX_BODY_BYTES = 8 * 2**20
 """Of a request: some million tokens of text."""
@@ -156,9 +156,13 @@ class AnswerResponse(Response):
 
     async def _whole(self) -> Response:
         try:
-            return _json(await self._answer.whole())
+            whole = await self._answer.whole()
         except ApiError as error:
             return error.response()
+        if not self._answer.has_logprobs:
+            return _json(whole)
+        body = await asyncio.to_thread(to_json_by_pieces, whole)
+        return Response(body, media_type="application/json")
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         head = Response(headers=_STREAM_HEADERS, media_type="text/event-stream")

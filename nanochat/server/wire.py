@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _LINE_BREAKS = str.maketrans({"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 """Clients that split a stream at what Unicode calls a line break must not find one in a text."""
+
+PIECE = 64
+"""Items of a list that are written at a time."""
 
 DONE = b"data: [DONE]\n\n"
 """Ends every stream."""
@@ -23,6 +27,35 @@ def to_json(value: Any) -> bytes:
     if not text.isascii():
         text = text.translate(_LINE_BREAKS)
     return text.encode("utf-8", errors="replace")
+
+
+def to_json_by_pieces(value: Any) -> bytes:
+    """The same as `to_json`, for large values and on a thread: between pieces, other threads have their turn.
+
+    Python's encoder lets nobody else run before it has done, which with many log-probabilities took seconds.
+    """
+    return b"".join(_pieces(value))
+
+
+def _pieces(value: Any) -> Iterator[bytes]:
+    if isinstance(value, dict) and value:
+        before = b"{"
+        for name, item in value.items():
+            yield before + to_json(name) + b":"
+            yield from _pieces(item)
+            before = b","
+        yield b"}"
+    elif isinstance(value, list) and len(value) > PIECE:
+        for first in range(0, len(value), PIECE):
+            yield (b"," if first else b"[") + to_json(value[first : first + PIECE])[1:-1]
+        yield b"]"
+    elif isinstance(value, list) and value:
+        for index, item in enumerate(value):
+            yield b"," if index else b"["
+            yield from _pieces(item)
+        yield b"]"
+    else:
+        yield to_json(value)
 
 
 def to_event(value: Any) -> bytes:

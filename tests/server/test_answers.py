@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import openai
@@ -13,6 +14,7 @@ import pytest
 from nanochat.engine.config import SamplingParams
 from nanochat.engine.handle import RequestHandle
 from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput, TokenLogprobs
+from nanochat.server import answer as answer_module
 from nanochat.server.answer import Answer, Choice
 from nanochat.server.formats import ChatFormat, Piece, TextFormat
 from nanochat.server.parsing import parse_text
@@ -113,6 +115,32 @@ class TestChat:
             assert chunk.choices[0].logprobs is not None
             streamed += chunk.choices[0].logprobs.content or []
         assert streamed == content
+
+    def test_many_log_probabilities_for_a_slow_client_come_in_parts(
+        self, api: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def all_at_once(handles: list[RequestHandle]) -> AsyncGenerator[tuple[int, list[Event]]]:
+            for index, handle in enumerate(handles):
+                await asyncio.to_thread(handle.result, 30)
+                yield index, handle.poll()
+
+        monkeypatch.setattr(answer_module, "take_events", all_at_once)
+        monkeypatch.setattr(answer_module, "MAX_EVENTS", 4)
+        options: dict[str, Any] = {"temperature": 0, "max_tokens": 10, "logprobs": True, "top_logprobs": 2}
+        whole = api.client().chat.completions.create(model=api.model, messages=HI, **options).choices[0]
+        assert whole.logprobs is not None
+        streamed, text, sizes = [], "", []
+        for chunk in api.client().chat.completions.create(
+            model=api.model, messages=HI, stream=True, **options
+        ):
+            assert chunk.choices[0].logprobs is not None
+            sizes.append(len(chunk.choices[0].logprobs.content or []))
+            streamed += chunk.choices[0].logprobs.content or []
+            text += chunk.choices[0].delta.content or ""
+        assert streamed == whole.logprobs.content
+        assert text == whole.message.content
+        assert len(sizes) > 2
+        assert max(sizes) <= 4
 
     def test_parts_of_text_and_the_newer_name_of_the_system_role(self, api: Running) -> None:
         messages = [

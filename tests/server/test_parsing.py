@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanochat.engine.chat_template import ChatTemplate
-from nanochat.server import parsing
+from nanochat.server import parsing, wire
 from nanochat.server.errors import ApiError
 from nanochat.server.parsing import MAX_CHOICES, MAX_STOP_CHARACTERS, parse_chat, parse_text
-from nanochat.server.wire import from_json, to_json
+from nanochat.server.wire import PIECE, from_json, to_json, to_json_by_pieces
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "Hi"}
@@ -167,6 +167,36 @@ def test_what_is_asked_for_arrives() -> None:
 def test_what_is_no_json(body: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         from_json(body)
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(), inner, max_size=5),
+    max_leaves=20,
+)
+
+
+@given(_VALUES, st.lists(st.integers() | st.text(max_size=2), max_size=3 * PIECE))
+def test_json_by_pieces_is_the_same(value: Any, long: list[Any]) -> None:
+    for whole in (value, [value, long], {"a": long, "b": [value]}):
+        assert to_json_by_pieces(whole) == to_json(whole)
+
+
+def test_pieces_of_json_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a piece is encoded, no other thread runs."""
+    sizes: list[int] = []
+
+    def watched(value: Any) -> bytes:
+        encoded = to_json(value)
+        sizes.append(len(encoded))
+        return encoded
+
+    token = {"token": " word", "logprob": -1.234567, "bytes": [32, 119, 111, 114, 100]}
+    content = [{**token, "top_logprobs": [token] * 20} for _ in range(2_000)]
+    answer = {"choices": [{"index": 0, "logprobs": {"content": content, "refusal": None}}]}
+    monkeypatch.setattr(wire, "to_json", watched)
+    assert len(to_json_by_pieces(answer)) > 2_000_000
+    assert max(sizes) < 200_000
 
 
 def test_json_is_valid_whatever_a_text_holds() -> None:
