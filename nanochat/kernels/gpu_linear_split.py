@@ -23,6 +23,9 @@ from nanochat.kernels.normed import Normed
 from nanochat.kernels.triton_utils import dependent_launch, next_power_of_2
 from nanochat.kernels.tuning import MAX_SHARED_TILES, SPLIT_TILE, SplitConfig
 
+READ_EARLY = {"weight_ptr": None, "bias_ptr": None, "norm_ptr": None}
+"""What is read before the kernel before this one has ended: weights alone, which no kernel writes."""
+
 # Named differently before triton 3.7.
 _load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier

@@ -8,7 +8,7 @@ here it is looked for in the kernels' sources. ``READ_EARLY`` in a kernel's modu
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -64,31 +64,52 @@ def _wait_at(kernel: ast.FunctionDef) -> int | None:
 def _early_faults(kernel: ast.FunctionDef, declared: dict[str, str | None]) -> Iterator[str]:
     at = _wait_at(kernel) or 0
     early, wait = kernel.body[:at], kernel.body[at]
-    if not isinstance(wait, ast.Expr | ast.If) or _pointers(wait):
+    if not isinstance(wait, ast.Expr | ast.If) or "_ptr" in ast.unparse(wait):
         yield "waits in the midst of other things"
-    parameters = {argument.arg for argument in kernel.args.args}
     for node in early:
         if any(isinstance(inner, ast.Return) for inner in ast.walk(node)):
             yield "may return before it waits"
         if any("store" in name or "atomic" in name for name in _called(node)):
             yield "writes before it waits"
-        for name in _pointers(node) & parameters - declared.keys():
-            yield f"takes {name} before it waits"
+    pointers = {name: {name} for argument in kernel.args.args if (name := argument.arg).endswith("_ptr")}
+    for name in sorted(_given_away(early, pointers) - declared.keys()):
+        yield f"takes {name} before it waits"
 
 
-def _pointers(node: ast.AST) -> set[str]:
-    """Pointers that are used in it, but for asking whether there is one, of what type it is, or making it another."""
+def _given_away(statements: Sequence[ast.stmt], pointers: dict[str, set[str]]) -> set[str]:
+    """Parameters that these statements give to a function, such as a load.
+
+    ``pointers``: by a variable's name, the parameters that it may have been made from; what is assigned is added.
+    """
+    given: set[str] = set()
+    for node in statements:
+        bodies = [getattr(node, name, []) for name in ("body", "orelse")]
+        inside = {id(inner) for body in bodies for statement in body for inner in ast.walk(statement)}
+        own = [inner for inner in ast.walk(node) if id(inner) not in inside]
+        to_calls = [
+            part for call in own if isinstance(call, ast.Call) for part in (*call.args, *call.keywords)
+        ]
+        given |= set().union(*(_made_from(part, pointers) for part in to_calls))
+        if isinstance(node, ast.Assign | ast.AugAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    made_from = _made_from(node.value, pointers) - given
+                    pointers[target.id] = pointers.get(target.id, set()) | made_from
+        for body in bodies:
+            given |= _given_away(body, pointers)
+    return given
+
+
+def _made_from(node: ast.AST, pointers: dict[str, set[str]]) -> set[str]:
+    """The parameters in an expression, but for asking whether there is one or of what type it is."""
     if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot):
         return set()
     if isinstance(node, ast.Attribute) and node.attr == "dtype":
         return set()
-    if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(
-        f"{ast.unparse(node.targets[0])}.to("
-    ):
-        return set()
     if isinstance(node, ast.Name):
-        return {node.id} if node.id.endswith("_ptr") else set()
-    return set().union(*(_pointers(child) for child in ast.iter_child_nodes(node)))
+        return pointers.get(node.id, set())
+    return set().union(*(_made_from(child, pointers) for child in ast.iter_child_nodes(node)))
 
 
 def _launch_faults(tree: ast.Module, kernels: dict[str, ast.FunctionDef]) -> Iterator[str]:
@@ -123,6 +144,18 @@ def test_every_declaration_is_needed() -> None:
     [
         ("rope_and_store.py", "slot = tl.load(slots", "slot = tl.load(q", "takes q_ptr before it waits"),
         ("attention_decode.py", "load_blocks(table,", "load_blocks(k_ptr,", "takes k_ptr before it waits"),
+        (
+            "attention_decode.py",
+            "table = block_tables_ptr +",
+            "table = k_ptr +",
+            "takes k_ptr before it waits",
+        ),
+        (
+            "gpu_linear_split.py",
+            "    if DEPENDENT:\n        cuda.gdc_wait()\n",
+            "    _load_async(x.index(0), x_ptrs, is_x)\n    if DEPENDENT:\n        cuda.gdc_wait()\n",
+            "takes x_ptr before it waits",
+        ),
         ("gpu_linear.py", "_load_steps(weight_ptrs,", "_load_steps(x_ptr,", "takes x_ptr before it waits"),
         (
             "norm_rope.py",
