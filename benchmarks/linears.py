@@ -175,7 +175,7 @@ def measure(name: str, all_rows: list[int], bandwidth: float) -> list[dict[str, 
     for rows in all_rows:
         case = Case(shape, rows)
 
-        def ours(cut: LinearConfig, case: Case = case) -> list[Callable[[], object]]:
+        def ours(cut: Cut, case: Case = case) -> list[Callable[[], object]]:
             return [lambda weight=weight: case.run(weight, cut) for weight in own]
 
         times = {cut: time_us(ours(cut)) for cut in cuts(shape, rows)}
