@@ -13,6 +13,9 @@ import unicodedata
 MAX_MARKS = 8
 """Most combining or joining characters kept in a row; languages need fewer, floods use thousands."""
 
+_PIECE = 50_000
+"""Characters cleaned at a time: a single operation on a text holds Python's lock until it is done."""
+
 _LINE_BREAKS = "\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 """What ``str.splitlines`` breaks at and Markdown doesn't: both must see the same lines."""
 
@@ -88,8 +91,11 @@ def encodable(text: str) -> str:
 
 
 def sanitize(text: str) -> str:
-    """A whole text, cleaned; line breaks and tabs stay."""
-    return Sanitizer().feed(text)
+    """A whole text, cleaned; line breaks and tabs stay. Other threads get their turn in between."""
+    if len(text) <= _PIECE:
+        return Sanitizer().feed(text)
+    sanitizer = Sanitizer()
+    return "".join(sanitizer.feed(text[start : start + _PIECE]) for start in range(0, len(text), _PIECE))
 
 
 def sanitize_line(text: str, limit: int = 200) -> str:

@@ -30,7 +30,7 @@ HIGHLIGHT_LINES = 100
 """Code is highlighted in pieces of this many lines: growing code costs its last piece, not the whole."""
 HIGHLIGHT_COLUMNS = 1_000
 """Code with a longer line isn't highlighted: lexers may take long over it."""
-INLINE_CHARACTERS = 100_000
+INLINE_CHARACTERS = 20_000
 """A paragraph longer than this is shown as it is written: thousands of brackets take seconds to parse."""
 CACHE_ENTRIES = 4_096
 COLUMN_GAP = "  "

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from rich.cells import cell_len
 from rich.segment import Segment
 from textual.content import Content
 from textual.geometry import Region, Size
+from textual.message import Message
 from textual.selection import Selection
 from textual.strip import Strip
 from textual.style import Style
 from textual.widget import Widget
 
-from nanochat.ui.markdown_document import MarkdownDocument
+from nanochat.ui.markdown_document import MarkdownDocument, no_limit
 from nanochat.ui.markdown_layout import Line
 
 CURSOR = "▍"
@@ -34,9 +35,14 @@ class MarkdownView(Widget):
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"markdown--{name}" for name in STYLES}
     can_focus = False
 
-    def __init__(self, source: str = "") -> None:
+    class Waiting(Message):
+        """There was no time for all of the text; :meth:`lay_out_more` goes on."""
+
+    def __init__(self, source: str = "", has_time: Callable[[], bool] = no_limit) -> None:
+        """``has_time`` is asked between the pieces of a long text; :class:`Waiting` tells if it left any."""
         super().__init__()
         self._document = MarkdownDocument(source)
+        self._has_time = has_time
         self._strips: dict[int, Strip] = {}
         self._styles: dict[str, Style] = {}
         self._is_live = False
@@ -50,6 +56,11 @@ class MarkdownView(Widget):
     def text(self) -> str:
         """What stands on the screen, line by line, without styles."""
         return "\n".join(line.content.plain for line in self._document.lines)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of the text has been laid out."""
+        return self._document.is_complete
 
     @property
     def is_live(self) -> bool:
@@ -77,13 +88,22 @@ class MarkdownView(Widget):
         """No more text will come."""
         self._document.finish()
 
+    def on_resize(self) -> None:
+        if not self.is_complete:
+            self.post_message(self.Waiting())
+
+    def lay_out_more(self) -> None:
+        """Go on with a text for which there was no time; nothing before the widget has a width."""
+        if not self.is_complete and self.content_size.width:
+            self._relayout()
+
     def _relayout(self) -> None:
         width = self.content_size.width
         if width == 0:
             self.refresh(layout=True)
             return
         before = len(self._document.lines)
-        first = self._document.layout(width)
+        first = self._lay_out(width)
         if self._is_live:
             first = min(first, max(0, before - 1))  # the cursor stood there
         self._forget_strips(first)
@@ -92,13 +112,19 @@ class MarkdownView(Widget):
         elif first < before:
             self.refresh(Region(0, first, self.size.width, before - first))
 
+    def _lay_out(self, width: int) -> int:
+        first = self._document.layout(width, self._has_time)
+        if not self._document.is_complete:
+            self.post_message(self.Waiting())
+        return first
+
     def _forget_strips(self, first: int) -> None:
         for y in [y for y in self._strips if y >= first]:
             del self._strips[y]
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        self._forget_strips(self._document.layout(width) if width != self._document.width else 0)
-        self._document.layout(width)
+        if width != self._document.width:
+            self._forget_strips(self._lay_out(width))
         return len(self._document.lines)
 
     def notify_style_update(self) -> None:

@@ -16,6 +16,7 @@ from nanochat.ui import formatting as fmt
 from nanochat.ui.chat import Chat, Message, Note, Phase
 from nanochat.ui.chrome import is_over_server
 from nanochat.ui.markdown_view import MarkdownView
+from nanochat.ui.pace import Pace
 
 SHOWN_CHARACTERS = 4_000
 SHOWN_LINES = 60
@@ -190,13 +191,13 @@ class BranchLabel(Static):
 class AnswerMessage(Vertical):
     """An answer, while it comes and after."""
 
-    def __init__(self, chat: Chat, message: Message) -> None:
+    def __init__(self, chat: Chat, message: Message, pace: Pace) -> None:
         super().__init__(classes="answer")
         self.message = message
         self._chat = chat
         self._label = BranchLabel(message)
         self._reasoning = ReasoningView()
-        self._text = MarkdownView(message.answer.answer)
+        self._text = MarkdownView(message.answer.answer, pace.has_time)
         self._footer = Static("", classes="answer-footer", markup=False)
 
     def compose(self) -> ComposeResult:
@@ -208,6 +209,8 @@ class AnswerMessage(Vertical):
     def on_mount(self) -> None:
         self.show_text()
         self.show_footer()
+        if self.message is not self._chat.live:
+            self._text.finish()
 
     def show_text(self) -> None:
         """Bring the text up to date with the message; cheap when it has only grown."""

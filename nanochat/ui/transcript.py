@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
+from textual.timer import Timer
 from textual.widget import Widget
 
 from nanochat.ui.chat import Chat, Message, Note
+from nanochat.ui.markdown_view import MarkdownView
 from nanochat.ui.message import AnswerMessage, NoteView, UserMessage
+from nanochat.ui.pace import Pace
 
 WINDOW = 30
 """Messages shown at first."""
@@ -20,6 +23,8 @@ CHUNK = 20
 """Messages that come when the view nears an end of those shown."""
 MAX_WINDOW = 90
 """Messages shown at most; those farthest from the view go first."""
+LAYOUT_S = 0.08
+"""Long texts are laid out a slice at a time, this often."""
 MAX_TRIES = 20
 """Refreshes waited for until new messages have their places; a chat out of view gives them none."""
 
@@ -43,12 +48,15 @@ class Transcript(VerticalScroll):
         self._is_built = False
         self._is_moving = False
         self._target: Message | None = None
+        self._pace = Pace()
+        self._waiting_timer: Timer | None = None
 
     def compose(self) -> ComposeResult:
         yield self._column
 
     def on_mount(self) -> None:
         self.watch(self, "scroll_y", self._look_soon, init=False)
+        self._waiting_timer = self.set_interval(LAYOUT_S, self._lay_out_more, pause=True)
         self._update_welcome()
 
     @property
@@ -133,7 +141,9 @@ class Transcript(VerticalScroll):
         group: list[Widget] = []
         if index == first_sent and index > 0:
             group.append(NoteView(Note(None, "The turns above are left out of the context.")))
-        widget = UserMessage(message) if message.role == "user" else AnswerMessage(self._chat, message)
+        widget = (
+            UserMessage(message) if message.role == "user" else AnswerMessage(self._chat, message, self._pace)
+        )
         widget.set_class(index < first_sent, "-dropped")
         group.append(widget)
         group += [NoteView(note) for note in self._chat.notes if note.after is message]
@@ -204,11 +214,38 @@ class Transcript(VerticalScroll):
                 self.call_after_refresh(settle, tries - 1)
                 return
             self._is_moving = False
-            if not is_following and fixed.is_attached:
-                self.scroll_to(y=fixed.virtual_region.y - offset, animate=False, immediate=True)
+            if not is_following:
+                self._hold(fixed, offset)
             self._look_soon()
 
         self.call_after_refresh(settle, MAX_TRIES)
+
+    def on_markdown_view_waiting(self) -> None:
+        if self._waiting_timer is not None:
+            self._waiting_timer.resume()
+
+    def _lay_out_more(self) -> None:
+        """Go on with the texts for which there was no time, the newest first; what is in view stays there."""
+        views = [view for view in self.query(MarkdownView) if not view.is_complete and view.size.width]
+        if not views and self._waiting_timer is not None:
+            self._waiting_timer.pause()
+        if not views or self._is_moving:
+            return
+        fixed = self._first_in_view()
+        offset = fixed.virtual_region.y - self.scroll_y
+        is_following = self.scroll_y >= self.max_scroll_y
+        self._pace.begin()
+        for view in reversed(views):
+            view.lay_out_more()
+            if not self._pace.has_time():
+                break
+        if not is_following:
+            self.call_after_refresh(self._hold, fixed, offset)
+
+    def _hold(self, fixed: Widget, offset: float) -> None:
+        """Scroll so that a message stands where it stood: so many lines below the top of the view."""
+        if fixed.is_attached:
+            self.scroll_to(y=fixed.virtual_region.y - offset, animate=False, immediate=True)
 
     def _first_in_view(self) -> Widget:
         for group in self._groups:

@@ -20,6 +20,7 @@ from nanochat.ui.actions import remapped
 from nanochat.ui.app import NanochatApp
 from nanochat.ui.chat import Chat
 from nanochat.ui.chat_pane import ChatPane
+from nanochat.ui.markdown_view import MarkdownView
 from nanochat.ui.message import NoteView
 from nanochat.ui.prompt import Prompt
 
@@ -57,7 +58,9 @@ class Driver:
         await self.until(lambda: self.app.main_screen.bridge is not None)
 
     async def until_idle(self) -> None:
+        """Until no chat answers, and what has come is laid out."""
         await self.until(lambda: not self.app.main_screen.workspace.busy)
+        await self.until(lambda: all(view.is_complete for view in self.pane.query(MarkdownView)))
 
     async def settle(self) -> None:
         """Let every widget handle what has been posted, and what that posts in turn, also on a busy machine.

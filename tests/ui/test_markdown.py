@@ -6,11 +6,12 @@ import re
 import unicodedata
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from nanochat.ui.markdown_document import MarkdownDocument
+from nanochat.ui import markdown_document
+from nanochat.ui.markdown_document import MAX_CHARACTERS, PIECE, MarkdownDocument
 from nanochat.ui.markdown_layout import fit_columns
 
 LONG_LIST = "".join(f"- item {number} with **bold** text and `code`\n" for number in range(200))
@@ -99,6 +100,79 @@ def test_no_word_is_lost(parts: list[tuple[str, str]]) -> None:
     source = "\n".join(marker + word for marker, word in parts)
     shown = "\n".join(fresh(source, 80))
     assert re.findall(r"[a-h]{3,}", shown) == [word for _, word in parts] or "```\n" in source
+
+
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes a block or a line long is far less, so that tests of it are quick."""
+    for name, limit in {"MAX_BLOCK": 400, "MAX_LINE": 400, "MAX_OPEN": 1_000, "PIECE": 150}.items():
+        monkeypatch.setattr(markdown_document, name, limit)
+
+
+TABLE = "| a | b |\n|---|---|\n" + "".join(f"| {row} | cell {row} |\n" for row in range(90))
+LOOSE_LIST = "".join(f"- item {number}\n\n" for number in range(90))
+CODE = [f"value_{number} = {number}" for number in range(90)]
+LONG_BLOCKS = {
+    "list": LONG_LIST,
+    "loose list": LOOSE_LIST,
+    "nested list": "- one\n" + "".join(f"  - line {number} of a list\n" for number in range(90)),
+    "fence": "```python\n" + "\n".join(CODE) + "\n```\nafter it\n",
+    "table": TABLE,
+    "quote": "".join(f"> line {number} of a quote\n" for number in range(90)),
+    "lines": "one line of a poem\n" * 90,
+    "one line": "word **and** `x` " * 120,
+    "empty lines": "first\n" + "  \n" * 900 + "last",
+}
+
+
+@pytest.mark.parametrize("name", LONG_BLOCKS)
+@pytest.mark.parametrize("step", [5, 5_003])
+@pytest.mark.usefixtures("small_limits")
+def test_a_block_that_is_divided_looks_the_same_however_it_came(name: str, step: int) -> None:
+    text = LONG_BLOCKS[name]
+    whole = fresh(text)
+    assert lines(streamed([text[start : start + step] for start in range(0, len(text), step)])) == whole
+    assert set(re.findall(r"\w{3,}", text)) <= set(re.findall(r"\w+", "\n".join(whole)))
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_what_is_divided_goes_on_without_a_seam() -> None:
+    assert fresh(LONG_BLOCKS["fence"]) == ["python".rjust(59), *(f" {row}" for row in CODE), "", "after it"]
+    assert fresh(LONG_LIST) == [f"• item {number} with bold text and code" for number in range(200)]
+    assert fresh(LOOSE_LIST) == [line for number in range(90) for line in (f"• item {number}", "")][:-1]
+    table = fresh(TABLE)
+    assert table.count(table[0]) > 1  # its heading stands above each part
+    assert [line for line in table if "cell" in line] == [f"{row:<2}  cell {row}" for row in range(90)]
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from([*FRAGMENTS, "word " * 30, "- item\n" * 20, "code\n" * 40]), max_size=40))
+@pytest.mark.usefixtures("small_limits")
+def test_any_long_stream_ends_as_a_fresh_layout(pieces: list[str]) -> None:
+    assert lines(streamed(pieces)) == fresh("".join(pieces))
+
+
+def test_a_long_text_is_laid_out_in_slices() -> None:
+    text = "".join(f"Paragraph {number} of *many*.\n\n" for number in range(1_000))
+    document, slices = MarkdownDocument(text), 0
+    while not document.is_complete:
+        before = lines(document)
+        first = document.layout(60, lambda: False)
+        assert lines(document)[:first] == before[:first]
+        slices += 1
+    assert slices == -(-len(text) // PIECE)
+    assert lines(document) == fresh(text)
+
+
+@pytest.mark.parametrize("text", ["x" * (MAX_CHARACTERS + 5_000), "- x\n" * 1_350])
+def test_what_no_model_says_is_cut_and_says_so(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(markdown_document, "MAX_LINES", 100)
+    document = MarkdownDocument(text[:-5])
+    document.layout(60)
+    document.append(text[-5:])
+    document.layout(60)
+    assert lines(document)[-1] == "… 5,000 more characters; /export writes all of them"
+    assert document.is_complete
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from nanochat.history import History
-from tests.ui.driver import started
+from nanochat.ui import pace
+from nanochat.ui.markdown_view import MarkdownView
+from tests.ui.driver import Driver, started
 from tests.ui.test_search import import_chat
 
+PARAGRAPHS = "".join(f"Paragraph {number} says that **something** happened.\n\n" for number in range(4_000))
+HOLD_S = 0.3
+"""Processor time for which nothing else may be served: a fraction of what laying out the whole takes. A collection
+of garbage may come into it; benchmarks/ui.py has the figures."""
 SOON_S = 2.0
 """From nothing to the long chat's end on the screen, on a machine that has more to do."""
 
@@ -32,3 +41,64 @@ async def test_a_long_chat_among_a_thousand_opens_soon(tiny_llama: Path, tmp_pat
         assert len(driver.chat.path) == 2_000
     print(f"opened in {taken_s:.2f} s")
     assert taken_s < SOON_S
+
+
+@asynccontextmanager
+async def longest_hold() -> AsyncIterator[list[float]]:
+    """The longest time that the event loop was held meanwhile, as the only item; of this thread's processor time."""
+    longest = [0.0]
+
+    async def watch() -> None:
+        last_s = time.thread_time()
+        while True:
+            await asyncio.sleep(0.001)
+            longest[0] = max(longest[0], time.thread_time() - last_s)
+            last_s = time.thread_time()
+
+    task = asyncio.create_task(watch())
+    try:
+        yield longest
+    finally:
+        task.cancel()
+
+
+async def until_laid_out(driver: Driver) -> None:
+    await driver.until(lambda: all(view.is_complete for view in driver.pane.query(MarkdownView)))
+
+
+async def test_an_answer_of_thousands_of_paragraphs_holds_nothing_up(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "history.db"
+    import_chat(file, "Long", ["question 1", PARAGRAPHS, "question 2", "answer 2"], as_tab=True)
+    async with longest_hold() as longest, started(tiny_llama, history=file, hold=True) as driver:
+        await driver.until_seen("answer 2")
+        longest[0] = 0.0
+        await driver.press(*"typed meanwhile".replace(" ", ""))
+        assert driver.prompt.text == "typedmeanwhile"
+        await until_laid_out(driver)
+        await driver.until_seen("answer 2")  # its end is still followed
+        await driver.press("pageup", "pageup")
+        transcript = driver.pane.query_one("Transcript")
+        await driver.until_seen("Paragraph 39")
+        await driver.pilot.resize_terminal(80, 30)
+        await until_laid_out(driver)
+        assert transcript.max_scroll_y > 7_900
+    assert longest[0] < HOLD_S
+
+
+async def test_what_is_in_view_stays_while_a_long_answer_above_it_is_laid_out(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "SLICE_S", 0.0)
+    file = tmp_path / "history.db"
+    texts = ["question", PARAGRAPHS[:40_000], *[f"message {n}\n\nand more" for n in range(16)]]
+    import_chat(file, "Long", texts, as_tab=True)
+    async with started(tiny_llama, history=file, hold=True) as driver:
+        await driver.until_seen("message 15")
+        await driver.press("pageup")
+        held = driver.screen_text().split("\n")[3:15]
+        above = driver.pane.query(MarkdownView).first()
+        assert not above.is_complete
+        await until_laid_out(driver)
+        await driver.until(lambda: driver.screen_text().split("\n")[3:15] == held)
