@@ -7,7 +7,8 @@ a CPU), so that nothing is downloaded. E1 is the offline batch that nano-vllm pu
     python -m benchmarks.engine --json benchmarks/results/engine.json
     python -m benchmarks.engine --engine nanochat --engine transformers
     python -m benchmarks.engine --workload E3 --kv int8
-    python -m benchmarks.engine --shape qwen3-8b --tp 2 --workload D1 --workload D8 --workload D32 --workload P8
+    python -m benchmarks.engine --shape qwen3-8b --folder /tmp/8b --workload D1 --tokens --json one.json
+    python -m benchmarks.engine --shape qwen3-8b --folder /tmp/8b --workload D1 --tp 2 --compare one.json
     python -m benchmarks.engine --shape tiny --tp 2 --workload D1 --repeat 1  # a dry run on a CPU
 
 Besides throughput and latency it reports, for nanochat, what the host spends on a step (planning, building,
@@ -138,7 +139,8 @@ def write_random_model(folder: Path, shape: dict[str, int], seed: int = 0) -> Pa
 
 def _write_weights(folder: Path, shape: dict[str, int], seed: int) -> None:
     """Random weights in one file a layer, and one for the rest, so that not all are in memory at once."""
-    generator = torch.Generator().manual_seed(seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # 8 billion take minutes on a CPU
+    generator = torch.Generator(device).manual_seed(seed)
     files: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, size in _tensor_shapes(shape).items():
         layer = name.split(".")[2] if name.startswith("model.layers.") else "rest"
@@ -149,7 +151,8 @@ def _write_weights(folder: Path, shape: dict[str, int], seed: int) -> None:
             if len(size) == 1:
                 weights[name] = torch.ones(size, dtype=torch.bfloat16)
             else:
-                weights[name] = (torch.randn(size, generator=generator) / size[1] ** 0.5).bfloat16()
+                values = torch.randn(size, generator=generator, device=device) / size[1] ** 0.5
+                weights[name] = values.bfloat16().cpu()
         save_file(weights, str(folder / file), metadata={"format": "pt"})
     index = {name: file for file, sizes in files.items() for name in sizes}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
@@ -310,6 +313,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--folder", type=Path, help="keep the model here, or use the one that is here")
     parser.add_argument("--workload", choices=WORKLOADS, action="append", help="repeatable; default: all")
     parser.add_argument("--kv", choices=["auto", "int8"], default="auto")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each; the median is reported")
@@ -334,7 +338,9 @@ def main() -> None:
         "engines": {},
     }
     with tempfile.TemporaryDirectory() as name:
-        folder = write_random_model(Path(name) / "model", SHAPES[args.shape])
+        folder: Path = args.folder or Path(name) / "model"
+        if not (folder / "tokenizer_config.json").exists():  # what is written last
+            write_random_model(folder, SHAPES[args.shape])
         for engine in args.engine or ["nanochat"]:
             report["engines"][engine] = measure(engine, folder, args)
             if args.json is not None:
