@@ -200,6 +200,11 @@ async def test_resizing_while_answers_stream(long_llama: Path) -> None:
         assert len(driver.pane.query(AnswerMessage)) == 1
         await driver.press("escape")
         await driver.until_idle()
+        await driver.settle()
+        shown = driver.screen_text()
+        driver.pane.show_path()  # laid out anew
+        await driver.settle()
+        assert driver.screen_text() == shown
 
 
 async def test_a_model_that_cannot_be_loaded_says_what_to_do_and_gives_prompts_back(tmp_path: Path) -> None:
