@@ -5,7 +5,10 @@
 
 The real app runs over a real engine on a screen in memory of 120 x 36 characters; nothing is written to a
 terminal. A key's echo ends when the screen with the character has been drawn. The engine's rate is measured
-in turns with and without the app showing what comes, with the same prompts in the same cache.
+while the same answers run, in many short turns with and without the app taking and showing what comes, and
+compared turn by turn, so that other work on the machine falls on both. How long the event loop is held at a
+time is measured by a task that only wants its turn: in seconds, and in processor time of its thread, which
+other programs don't lengthen.
 """
 
 from __future__ import annotations
@@ -21,16 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.app_engine import engine_of
-from benchmarks.history import RARE, fill
+from benchmarks.history import RARE, exported, fill
 from benchmarks.machine import describe_machine
-from nanochat.engine.config import EngineConfig, SamplingParams
+from nanochat.engine.config import EngineConfig
 from nanochat.history import History
 from nanochat.ui.app import NanochatApp
+from nanochat.ui.markdown_view import MarkdownView
 from nanochat.ui.search_screen import Found, SearchScreen
 from nanochat.ui.stage import Stage
 
 ENDLESS: dict[str, Any] = {"max_tokens": 100_000, "ignore_eos": True, "temperature": 0.7, "seed": 1}
-GO_ON = "Go on."
 SIZE = (120, 36)
 KEYS = 200
 PAUSE_S = 0.1
@@ -96,7 +99,7 @@ def saved_chats(longest_id: int) -> Session:
     return run
 
 
-def many_tabs(tabs: int, seconds: float) -> Session:
+def many_tabs(tabs: int, turns: int, seconds: float) -> Session:
     """Typing while all tabs answer, and the engine's rate with and without the app."""
 
     async def run(stage: Stage) -> dict[str, float]:
@@ -105,22 +108,9 @@ def many_tabs(tabs: int, seconds: float) -> Session:
                 await stage.new_tab()
             stage.ask(f"Write a long story about a lighthouse, number {number}.")
         await stage.until_said(20)
-        echo = await typing(stage)
-        with_app, without = [], []
-        for _ in range(2):
-            with_app.append(await shown_rate(stage, seconds))
-            await stop_all(stage)
-            without.append(await plain_rate(stage, tabs, seconds))
-            for chat in stage.main.workspace.chats:
-                stage.main.ask(chat, GO_ON)
-            await stage.until_said(20)
+        figures = await typing(stage) | await compared_rates(stage, turns, seconds)
         await stop_all(stage)
-        shown, plain = statistics.mean(with_app), statistics.mean(without)
-        return echo | {
-            "decode with the app, tok/s": shown,
-            "decode alone, tok/s": plain,
-            "share of the rate alone": shown / plain,
-        }
+        return figures
 
     return run
 
@@ -144,34 +134,39 @@ async def typing(stage: Stage) -> dict[str, float]:
     }
 
 
-async def shown_rate(stage: Stage, seconds: float) -> float:
-    """The engine's rate while the app shows the answers."""
-    engine = engine_of(stage)
-    before, start_s = engine.stats().generation_tokens, time.perf_counter()
-    await asyncio.sleep(seconds)
-    return (engine.stats().generation_tokens - before) / (time.perf_counter() - start_s)
+async def compared_rates(stage: Stage, turns: int, seconds: float) -> dict[str, float]:
+    """The rate of answers that go on, while the app shows them and while it doesn't even take them, in turn."""
+    ratios, shown, plain, used = [], [], [], []
+    for turn in range(turns):
+        pair = {}
+        for is_shown in (True, False) if turn % 2 else (False, True):  # a context that grows slows both
+            pair[is_shown], busy = await rate(stage, seconds, is_shown=is_shown)
+            if is_shown:
+                used.append(busy)
+        ratios.append(pair[True] / pair[False])
+        shown.append(pair[True])
+        plain.append(pair[False])
+    quarters = statistics.quantiles(ratios, n=4)
+    return {
+        "decode with the app, tok/s": statistics.median(shown),
+        "decode alone, tok/s": statistics.median(plain),
+        "share of the rate alone": statistics.median(ratios),
+        "  lower quartile": quarters[0],
+        "  upper quartile": quarters[2],
+        "UI thread, share of a core": statistics.median(used),
+    }
 
 
-async def plain_rate(stage: Stage, tabs: int, seconds: float) -> float:
-    """The rate of the same chats' next answers when nobody shows them; the app is idle meanwhile."""
-    engine = engine_of(stage)
-    handles = []
-    for chat in stage.main.workspace.chats:
-        messages = [
-            {"role": message.role, "content": message.output.text if message.output else message.text}
-            for message in chat.path
-        ]
-        prompt = [*messages, {"role": "user", "content": GO_ON}]
-        handles.append(engine.submit(prompt, SamplingParams(**ENDLESS)))
-    await wait_for(lambda: engine.stats().running == tabs)
-    await wait_for(lambda: all(row.state == "decode" for row in engine.stats().requests))
-    before, start_s = engine.stats().generation_tokens, time.perf_counter()
+async def rate(stage: Stage, seconds: float, *, is_shown: bool) -> tuple[float, float]:
+    """The engine's tokens a second, and the UI thread's processor time a second."""
+    for timer in stage.main._live_timers:
+        timer.resume() if is_shown else timer.pause()
+    await asyncio.sleep(0.2)  # what has come meanwhile is drawn at once
+    stats = engine_of(stage).stats
+    before, start_s, cpu_s = stats().generation_tokens, time.perf_counter(), time.thread_time()
     await asyncio.sleep(seconds)
-    rate = (engine.stats().generation_tokens - before) / (time.perf_counter() - start_s)
-    for handle in handles:
-        handle.cancel()
-    await wait_for(lambda: engine.stats().running == 0)
-    return rate
+    taken_s = time.perf_counter() - start_s
+    return (stats().generation_tokens - before) / taken_s, (time.thread_time() - cpu_s) / taken_s
 
 
 async def stop_all(stage: Stage) -> None:
@@ -222,6 +217,50 @@ async def streaming(stage: Stage) -> dict[str, float]:
     return figures
 
 
+PARAGRAPH = "Paragraph {} says that **something** happened in the `year` it tells of, and nobody knew.\n\n"
+
+
+def long_answer(paragraphs: int) -> dict[str, float]:
+    """Starting with a saved answer of so many paragraphs in view, then another width: how long the loop is held."""
+    text = "".join(PARAGRAPH.format(number) for number in range(paragraphs))
+    held: list[tuple[float, float]] = []
+
+    async def watch() -> None:
+        now = time.perf_counter(), time.thread_time()
+        while True:
+            await asyncio.sleep(0.001)
+            before, now = now, (time.perf_counter(), time.thread_time())
+            held.append((now[0] - before[0], now[1] - before[1]))
+
+    async def run(file: Path) -> dict[str, float]:
+        app = NanochatApp(EngineConfig(model=""), history_file=file)
+        app._loader.start = lambda: None  # type: ignore[method-assign]
+        async with app.run_test(size=SIZE) as pilot:
+            task = asyncio.create_task(watch())
+            views = app.main_screen.query(MarkdownView)
+            start_s = time.perf_counter()
+            await wait_for(lambda: any(view.text for view in views))
+            seen_s = time.perf_counter() - start_s
+            await wait_for(lambda: all(view.is_complete for view in views))
+            whole_s = time.perf_counter() - start_s
+            await pilot.resize_terminal(SIZE[0] - 30, SIZE[1])
+            await wait_for(lambda: all(view.is_complete for view in views))
+            task.cancel()
+        return {
+            "its first lines are seen, ms": seen_s * 1e3,
+            "all of it is laid out, ms": whole_s * 1e3,
+            "the loop was held, max, ms": max(wall for wall, _ in held) * 1e3,
+            "of processor time, max, ms": max(cpu for _, cpu in held) * 1e3,
+        }
+
+    with tempfile.TemporaryDirectory() as name:
+        file = Path(name) / "history.db"
+        with History(file) as history:
+            chat_id = history.import_json(json.dumps(exported("Long", ["Tell me all.", text], 1.7e9)))
+            history.save_tabs([chat_id], chat_id)
+        return asyncio.run(run(file))
+
+
 def make_history(folder: Path, chats: int, messages: int) -> tuple[Path, int]:
     """A file of so many chats, the longest and seven others open in tabs."""
     file = folder / "history.db"
@@ -239,8 +278,9 @@ def main() -> None:
     parser.add_argument("--model", default="", help="default: the app's own")
     parser.add_argument("--tabs", type=int, default=8)
     parser.add_argument(
-        "--seconds", type=float, default=10.0, help="length of each measurement of the engine"
+        "--seconds", type=float, default=2.0, help="length of each turn with or without the app"
     )
+    parser.add_argument("--turns", type=int, default=20, help="such turns, of each")
     parser.add_argument("--chats", type=int, default=1_000)
     parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--max-model-len", type=int, default=None)
@@ -253,8 +293,10 @@ def main() -> None:
             f"{options.chats:,} saved chats": asyncio.run(with_app(config, file, saved_chats(longest_id))),
             "one answer streaming": asyncio.run(with_app(config, None, streaming)),
             f"{options.tabs} tabs answering": asyncio.run(
-                with_app(config, None, many_tabs(options.tabs, options.seconds))
+                with_app(config, None, many_tabs(options.tabs, options.turns, options.seconds))
             ),
+            "an answer of 4,000 paragraphs": long_answer(4_000),
+            "an answer of 10 MB": long_answer(110_000),
         }
     machine: dict[str, Any] = {
         **describe_machine("textual"),

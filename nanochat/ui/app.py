@@ -177,7 +177,8 @@ class NanochatApp(App[None]):
         if self._config_before is not None:
             main = self.main_screen
             error = sanitize_line(event.error, 2_000)
-            main.tell(main.chat, f"{error} The model before is loaded again.", "error")
+            again = "is asked" if self.is_over_server else "is loaded"
+            main.tell(main.chat, f"{error} The model before {again} again.", "error")
             config, self._config_before = self._config_before, None
             self._load(config)
             return

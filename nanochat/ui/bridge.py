@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 
 MAX_DELTA_INTERVAL_S = 0.2
 """However slowly a chat draws, its text is passed on this often."""
-COST_FACTOR = 6.0
-"""A chat whose last text took t to draw gets the next one no sooner than this times t later."""
+COST_FACTOR = 20.0
+"""A chat whose last text took t to draw gets the next one no sooner than this times t later: drawing takes at most a
+twentieth of the time, which a CPU's engine would miss."""
 
 
 @dataclass

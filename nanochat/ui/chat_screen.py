@@ -17,7 +17,7 @@ from nanochat.ui import formatting as fmt
 from nanochat.ui.archive import Archive, HistoryOpened
 from nanochat.ui.bridge import AnswerEnded, AnswerGrew, AnswerRefused, AnswerStarted, Bridge
 from nanochat.ui.chat import Chat, Phase
-from nanochat.ui.chrome import LoadState, Welcome
+from nanochat.ui.chrome import LoadState, Welcome, is_over_server, ways_out
 from nanochat.ui.pane_screen import PaneScreen
 from nanochat.ui.snapshots import busy_label, take_snapshot, update_phases
 from nanochat.ui.stats_panel import CONTEXT_WARNING
@@ -130,11 +130,11 @@ class ChatScreen(PaneScreen):
         self.show_stats()
 
     def has_no_model(self, chat: Chat) -> bool:
-        """Whether nothing will answer because no model could be loaded; the chat is then told so."""
+        """Whether nothing will answer because no model could be loaded, or no server found; the chat is told so."""
         if self.load_state.error is None:
             return False
         error = sanitize_line(self.load_state.error, 1_000)
-        self.tell(chat, f"{error} /model tries again, /model NAME loads another.", "error")
+        self.tell(chat, f"{error} {ways_out(is_over_server=is_over_server(self))}.", "error")
         return True
 
     # Answers

@@ -54,10 +54,13 @@ def welcome(state: LoadState, actions: Sequence[Action] = ACTIONS, who: str = "e
     lines = [title, Content.styled(f"many chats at once, one {who}", "$muted"), Content("")]
     if state.error is not None:
         lines += [
-            Content.styled("There is no model to answer", "bold $error"),
+            Content.styled(
+                f"There is no {'server' if who == 'server' else 'model'} to answer", "bold $error"
+            ),
             Content(sanitize_line(state.error, 2_000)),
         ]
-        way_out = f"/model tries again, /model NAME loads another, {find('quit', actions).key_label} quits."
+        quits = f"{find('quit', actions).key_label} quits."
+        way_out = f"{ways_out(is_over_server=who == 'server')}, {quits}"
         lines += [Content(""), Content.styled(way_out, "$muted")]
     elif state.model is None:
         progress = state.progress or Progress("Starting")
@@ -75,6 +78,12 @@ def welcome(state: LoadState, actions: Sequence[Action] = ACTIONS, who: str = "e
         shown = [find(id, actions) for id in ("new_chat", "fork_chat", "stop", "again", "help")]
         lines.append(Content("   ").join(map(_key, shown)))
     return Content("\n").join(lines)
+
+
+def ways_out(*, is_over_server: bool) -> str:
+    """What can be done when nothing answers."""
+    another = "asks the server for another" if is_over_server else "loads another"
+    return f"/model tries again, /model NAME {another}"
 
 
 class Welcome(Static):
@@ -97,7 +106,7 @@ class Welcome(Static):
 NOT_SAVED = "not saved"
 
 
-def header(state: LoadState, busy: str, width: int, *, is_saved: bool = True) -> Content:
+def header(state: LoadState, busy: str, width: int, *, is_saved: bool = True, who: str = "engine") -> Content:
     """Name and model on the left, what the engine is doing on the right.
 
     Before that stands whether chats can't be saved, as long as that is so.
@@ -105,7 +114,7 @@ def header(state: LoadState, busy: str, width: int, *, is_saved: bool = True) ->
     left = Content.styled("nanochat", "bold $accent") + Content.styled(f"   {state.model or ''}", "$muted")
     right = Content.styled(busy, "$muted")
     if state.error is not None:
-        right = Content.styled("no model", "$error")
+        right = Content.styled("no server" if who == "server" else "no model", "$error")
     elif state.model is None:
         progress = state.progress or Progress("Starting")
         share = f" {fmt.percent(progress.done, progress.total)}" if progress.total else ""
@@ -142,7 +151,8 @@ class Header(LinesWidget):
 
     def _draw(self) -> None:
         width = self.content_size.width
-        self.show_lines([header(self._state, self._busy, width, is_saved=self._is_saved)])
+        who = "server" if is_over_server(self) else "engine"
+        self.show_lines([header(self._state, self._busy, width, is_saved=self._is_saved, who=who)])
 
 
 class TooSmall(Static):

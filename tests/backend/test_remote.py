@@ -87,6 +87,17 @@ class TestAnswers:
             assert started.reasoning_tags == ("<think>", "</think>")
             assert started.handle.result(30).text == "<think>\nFirst this.\n</think>\n\nSo that."
 
+    def test_a_refusal_is_the_answer(self, server: FakeServer, backend: RemoteBackend) -> None:
+        def refuse(asked: Asked, reply: Reply) -> None:
+            reply.begin_stream()
+            reply.piece(role="assistant", content=None, refusal=None)
+            reply.piece(content=None, refusal="I can't ")
+            reply.piece(content=None, refusal="help with that.")
+            reply.end()
+
+        server.chat = [refuse]
+        assert answer(backend).text == "I can't help with that."
+
     def test_a_cut_answer_says_so(self, server: FakeServer, backend: RemoteBackend) -> None:
         def cut(asked: Asked, reply: Reply) -> None:
             reply.begin_stream()

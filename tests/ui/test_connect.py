@@ -272,8 +272,11 @@ async def test_a_start_without_a_server_can_be_tried_again(server: FakeServer) -
     server.stop()
     async with started(at(server), sampling={}, hold=True) as driver:
         driver.load()
+        await driver.until_seen("There is no server to answer")
         await driver.until_seen("is the server running there?")
+        assert "no server" in driver.screen_text().split("\n")[0]
         await driver.say("Hello?")
+        assert "/model NAME asks the server for another." in driver.notices()[-1]
         assert driver.prompt.text == "Hello?"
         server.start()
         driver.prompt.text = ""

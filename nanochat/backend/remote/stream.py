@@ -80,7 +80,8 @@ class Answer:
         if reasoning:
             self._say(reasoning if self._is_reasoning else f"{REASONING_TAGS[0]}\n{reasoning}")
             self._is_reasoning = True
-        if content := _text(delta, "content"):
+        # A refusal comes instead of the content: the model's own words, which the user must see.
+        if content := _text(delta, "content") or _text(delta, "refusal"):
             self._say(f"\n{REASONING_TAGS[1]}\n\n{content}" if self._is_reasoning else content)
             self._is_reasoning = False
         reason = getattr(choice, "finish_reason", None)
