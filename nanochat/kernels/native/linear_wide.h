@@ -3,7 +3,7 @@
  * A few panels of the weight are unpacked at a time, whatever they are kept as, and all rows multiplied by them.
  */
 
-enum { UNPACKED_BYTES = 192 << 10, MOST_PANELS = 16, ROWS_AT_A_TIME = 32 };
+enum { UNPACKED_BYTES = 192 << 10, MOST_PANELS = 16 };
 
 INLINE void unpack_int4(const Op *op, int64_t panel, elem *to) {
     const int64_t groups = op->inner / GROUP;

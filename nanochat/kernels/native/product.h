@@ -18,6 +18,11 @@ enum { ROWS_A_BLOCK = 4 };
 enum { ROWS_A_BLOCK = 2 };
 #endif
 #endif
+#ifdef __AMX_BF16__
+enum { ROWS_AT_A_TIME = 32 };
+#else
+enum { ROWS_AT_A_TIME = (32 + ROWS_A_BLOCK / 2) / ROWS_A_BLOCK * ROWS_A_BLOCK }; /* so that few are left over */
+#endif
 enum { K_STEP = 32, ELEMS = PANEL * PAIR }; /* k is a multiple of the first; the second fill a vector */
 
 #ifdef __AVX512BF16__
@@ -180,6 +185,7 @@ INLINE Piece piece_at(const float *p) {
 INLINE void put_piece(float *p, Piece x) { memcpy(p, &x, sizeof x); }
 INLINE Piece more(Piece sum, const elem *w, const elem *x) { return sum + piece_at(w) * *x; }
 #endif
+enum { FEWER_ROWS = (ROWS_A_BLOCK + 2) / 3 }; /* a row alone takes half as long as a block */
 enum { LENGTH = sizeof(Piece) / sizeof(float), PIECES = PANEL / LENGTH, MOST_PIECES = PANELS_A_BLOCK * PIECES };
 
 /* `rows` rows and `panels` panels, both constants. */
@@ -213,6 +219,8 @@ static __attribute__((noinline)) void product(const elem *a, int64_t a_stride, c
         if (p + PANELS_A_BLOCK <= panels) {
             for (; r + ROWS_A_BLOCK <= rows; r += ROWS_A_BLOCK)
                 block_product(a + r * a_stride, a_stride, b, k, c + r * c_stride, c_stride, ROWS_A_BLOCK, PANELS_A_BLOCK, add);
+            for (; r + FEWER_ROWS <= rows; r += FEWER_ROWS)
+                block_product(a + r * a_stride, a_stride, b, k, c + r * c_stride, c_stride, FEWER_ROWS, PANELS_A_BLOCK, add);
             for (; r < rows; r++)
                 block_product(a + r * a_stride, a_stride, b, k, c + r * c_stride, c_stride, 1, PANELS_A_BLOCK, add);
         } else {
