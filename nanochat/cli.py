@@ -7,7 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from nanochat.commands import ask, bench, completion, config, demo, perplexity, serve, simulate
 from nanochat.commands.options import EARLY, add_connect_options, add_engine_options, backend_config
@@ -27,13 +27,20 @@ class _Help(argparse.HelpFormatter):
         return text.partition("\n")[2] if isinstance(action, argparse._SubParsersAction) else text
 
 
-class _CommandParser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
+    """Keeps what it repeats of a wrong value short."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(sanitize_line(message, MAX_SENTENCE))
+
+
+class _CommandParser(_Parser):
     """Says itself what it doesn't know: the parser above would show the wrong usage."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {sanitize_line(' '.join(unknown), MAX_SENTENCE)}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
 
 
@@ -68,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The whole command line, with one sub-parser a command."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="nanochat",
         formatter_class=_Help,
         description="Chat with language models on your own machine, many at once. Without a command: the app.",

@@ -16,8 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from nanochat.bounded import read_at_most
 from nanochat.engine.config import EngineConfig, SamplingParams, as_written
 from nanochat.errors import InvalidOption
+
+MAX_BYTES = 2**20
+"""Of a settings file."""
 
 ThemeName = Literal["dark", "light", "contrast"]
 PanelSize = Literal["auto", "full", "narrow", "off"]
@@ -107,8 +111,8 @@ def load_settings(file: Path | None = None) -> Settings:
     """
     path = file if file is not None else default_config_file()
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+        text = read_at_most(path, MAX_BYTES).decode("utf-8-sig")  # editors on Windows begin it with a mark
+    except (FileNotFoundError, NotADirectoryError):
         if file is None:
             return Settings()
         raise InvalidOption(f"There is no settings file {path}; check the path given to --config.") from None
@@ -123,7 +127,9 @@ def load_settings(file: Path | None = None) -> Settings:
     try:
         content = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also numbers with thousands of digits, and deep nesting
-        raise InvalidOption(f"The settings file {path} isn't valid TOML: {error!s:.200}.") from error
+        # Of numbers with too many digits, Python's own words are advice for programmers.
+        why = "a number in it is too long" if "int_max_str_digits" in str(error) else f"{error!s:.200}"
+        raise InvalidOption(f"The settings file {path} isn't valid TOML: {why}.") from error
     return _parse(content, path)
 
 

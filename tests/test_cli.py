@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nanochat.cli import main
+from nanochat.cli import MAX_SENTENCE, main
 from nanochat.sanitize import sanitize
 
 
@@ -181,6 +181,15 @@ def test_a_command_shows_its_own_usage(arguments: list[str], capsys: pytest.Capt
     error = capsys.readouterr().err
     assert error.startswith("usage: nanochat ask ")
     assert "nanochat ask: error: unrecognized arguments: " in error
+
+
+def test_a_wrong_value_is_repeated_in_part_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["ask", "hi", "--max-tokens", "9" * 5000])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert "argument --max-tokens: invalid int value: '999" in error
+    assert error.count("9") <= MAX_SENTENCE
 
 
 def test_commands_have_a_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from nanochat.engine.models import config_reader
+from nanochat.engine.models.config_reader import read_json_object
 from nanochat.engine.models.weights import weight_files
 from nanochat.engine.panics import panics_refused
 from nanochat.engine.template_sandbox import literal_text
@@ -100,6 +102,20 @@ def test_deep_nesting_in_a_history_is_a_sentence(tmp_path: Path) -> None:
         connection.commit()
     with History(path) as history, pytest.raises(HistoryError, match="nested too deeply"):
         history.list_chats()
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no such device")
+def test_a_model_whose_config_never_ends_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(ModelNotFound, match=r"config\.json is no file"):
+        read_json_object(tmp_path / "config.json")
+
+
+def test_json_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_reader, "_MAX_JSON_BYTES", 10)
+    (tmp_path / "config.json").write_text('{"a": "12345"}')
+    with pytest.raises(ModelNotFound, match="too large to be a model's settings file"):
+        read_json_object(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nanochat import settings as settings_module
 from nanochat.engine.config import EngineConfig, SamplingParams
 from nanochat.errors import InvalidOption
 from nanochat.settings import SAMPLING_OPTIONS, AppSettings, Preset, Settings, load_settings
@@ -76,6 +77,31 @@ def test_mistakes_are_named(tmp_path: Path, text: str, sentence: str) -> None:
 def test_a_named_file_must_exist(tmp_path: Path) -> None:
     with pytest.raises(InvalidOption, match="check the path given to --config"):
         load_settings(tmp_path / "none.toml")
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no such device")
+def test_a_file_without_end_is_refused() -> None:
+    with pytest.raises(InvalidOption, match="/dev/zero can't be read: File too large"):
+        load_settings(Path("/dev/zero"))
+
+
+def test_a_mark_of_windows_at_the_beginning_is_no_mistake(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_bytes(b"\xef\xbb\xbf[sampling]\r\ntop_k = 7\r\n")
+    assert load_settings(file).sampling == {"top_k": 7}
+
+
+def test_a_number_without_end_is_told_without_advice_for_programmers(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match="isn't valid TOML: a number in it is too long"):
+        load_settings(write(tmp_path, f"[engine]\nblock_size = {'9' * 6000}\n"))
+
+
+def test_a_configuration_folder_that_is_a_file_holds_no_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(settings_module, "default_config_file", lambda: tmp_path / "file" / "config.toml")
+    assert load_settings() == Settings()
 
 
 def uncommented(text: str) -> str:

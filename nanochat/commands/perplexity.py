@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanochat.bounded import read_at_most
 from nanochat.commands.options import add_engine_options, engine_config, from_command_line
 from nanochat.engine.progress import Progress
 from nanochat.errors import InvalidOption
@@ -17,6 +18,8 @@ from nanochat.stray_output import diverted, log_file
 if TYPE_CHECKING:
     from nanochat.engine.quality import PathQuality, QualityReport
 
+MAX_BYTES = 2**30
+"""Of the text."""
 QUALITY_OPTIONS = ("compare", "ctx", "stride", "limit_tokens", "decode_tokens")
 WITHOUT_EFFECT = ("prefix_caching", "cuda_graphs", "gpu_memory_utilization", "system")
 """Engine options of no meaning here: nothing is cached between windows, and the cache is as large as needed."""
@@ -69,7 +72,7 @@ def read_text(file: Path) -> str:
         InvalidOption: it is missing, unreadable, empty or no text.
     """
     try:
-        text = file.read_bytes().decode("utf-8")
+        text = read_at_most(file, MAX_BYTES).decode("utf-8")
     except FileNotFoundError:
         raise InvalidOption(f"There is no file {file}; check the path.") from None
     except UnicodeDecodeError as error:

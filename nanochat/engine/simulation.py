@@ -7,6 +7,7 @@ arrivals replayed under a stated cost model.
 from __future__ import annotations
 
 import csv
+import io
 import random
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from nanochat.bounded import read_at_most
 from nanochat.engine.block_pool import BlockPool
 from nanochat.engine.config import EngineConfig, SamplingParams
 from nanochat.engine.request import Request
@@ -24,6 +26,8 @@ from nanochat.errors import InvalidOption, PromptTooLong
 BLOCK_SIZE = 4
 ANSWER_TOKENS = 4
 """Block size and answer length of every case in the table."""
+
+MAX_TRACE_BYTES = 256 * 2**20
 
 MIXED = (2, 4, 6, 8, 8, 9)
 EOS = 0
@@ -120,9 +124,9 @@ def read_trace(path: Path) -> list[Arrival]:
     """
     rows: list[tuple[datetime, int, int]] = []
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            for line, row in enumerate(csv.DictReader(file), start=2):
-                rows.append(_parse_row(row, path, line))
+        text = read_at_most(path, MAX_TRACE_BYTES).decode("utf-8")
+        for line, row in enumerate(csv.DictReader(io.StringIO(text, newline="")), start=2):
+            rows.append(_parse_row(row, path, line))
     except UnicodeDecodeError as error:
         raise InvalidOption(f"The trace {path} isn't text in UTF-8; name a CSV file.") from error
     except OSError as error:

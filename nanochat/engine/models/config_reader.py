@@ -6,12 +6,14 @@ Knows nothing of what the values mean.
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanochat.bounded import read_at_most
 from nanochat.errors import ModelNotFound, UnsupportedModel
 
 _MAX_JSON_BYTES = 64 * 2**20  # the largest tokenizer files are half of this; anything larger isn't a model's
@@ -24,17 +26,19 @@ def read_json_object(path: Path) -> dict[str, Any]:
         ModelNotFound: it can't be read, is oversized, or holds something else.
     """
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ModelNotFound(
-                f"{path} is too large to be a model's settings file. Download the model again."
-            )
-        value = json.loads(path.read_text(encoding="utf-8"))
+        if path.exists() and not path.is_file():  # reading it might never end
+            raise ModelNotFound(f"{path} is no file. Download the model again.")
+        value = json.loads(read_at_most(path, _MAX_JSON_BYTES).decode("utf-8"))
     except FileNotFoundError as error:
         raise ModelNotFound(
             f"{path.parent} holds no {path.name}. Name a folder with a model in Hugging Face form, "
             "a .gguf file or a Hub id."
         ) from error
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise ModelNotFound(
+                f"{path} is too large to be a model's settings file. Download the model again."
+            ) from error
         raise ModelNotFound(f"{path} can't be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are ValueErrors
         raise ModelNotFound(f"{path} is not valid JSON. Download the model again.") from error
