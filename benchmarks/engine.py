@@ -74,6 +74,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 WARM_UPS = 3
+"""Runs that compile, and find out what is worth recording."""
 
 
 @dataclass(frozen=True)
@@ -369,15 +370,11 @@ def measure(engine: str, folder: Path, args: argparse.Namespace) -> dict[str, An
     print(engine, f"loaded in {report['load_s']:.1f} s", flush=True)
     for name in args.workload or WORKLOADS:
         workload, vocab_size = WORKLOADS[name], SHAPES[args.shape]["vocab_size"]
-        for _ in range(
-            WARM_UPS
-        ):  # compile, and find out what is worth recording, which is done in the pauses
-            run(server, workload, vocab_size, seed=0)
-            time.sleep(0.5)
         runs = []
-        for seed in range(1, args.repeat + 1):
+        for seed in [0] * WARM_UPS + list(range(1, args.repeat + 1)):
+            time.sleep(0.5)  # what came and may come again is recorded in the pauses
             runs.append(run(server, workload, vocab_size, seed))
-            time.sleep(0.5)
+        runs = runs[WARM_UPS:]
         median = {key: statistics.median(each[key] for each in runs) for key in runs[0]}
         if isinstance(server, Nanochat) and workload.temperature == 0:
             if args.compare is not None:

@@ -177,9 +177,9 @@ def prefill() -> Figures:
     return figures
 
 
-def config_alone(capability: int, block_d: int, kv_bytes: int, runs: int) -> DecodeConfig:
+def config_alone(capability: int, block_d: int, kv_bytes: int, rows: int, kv_heads: int) -> DecodeConfig:
     """As in use, but none starts early: that is for kernels that come after smaller ones, not after their like."""
-    return dataclasses.replace(decode_config(capability, block_d, kv_bytes, runs), early=False)
+    return dataclasses.replace(decode_config(capability, block_d, kv_bytes, rows, kv_heads), early=False)
 
 
 def splits(runs: int = 5) -> Figures:
@@ -188,7 +188,7 @@ def splits(runs: int = 5) -> Figures:
     device = torch.device("cuda")
     info = device_info(device)
     for rows, context in SPLITS:
-        config = config_alone(info.capability, next_power_of_2(HEAD_DIM), 2, rows * KV_HEADS)
+        config = config_alone(info.capability, next_power_of_2(HEAD_DIM), 2, rows, KV_HEADS)
         whole = dataclasses.replace(config, min_tiles=-(-context // config.block_n))
         cases = decode_cases(rows, context, int8=False)
         outs = [torch.empty_like(case.q) for case in cases]

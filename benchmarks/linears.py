@@ -25,6 +25,7 @@ from benchmarks.machine import describe_machine
 from nanochat.kernels.gpu_linear import launch_linear
 from nanochat.kernels.gpu_linear_split import allocate_arrivals, launch_split_linear
 from nanochat.kernels.normed import Normed
+from nanochat.kernels.triton_utils import device_info
 from nanochat.kernels.tuning import SPLIT_TILE, LinearConfig, SplitConfig, linear_config, split_config
 
 LAYERS = 28
@@ -165,7 +166,8 @@ def warm(all_rows: list[int], index: int, count: int) -> None:
 def used_cut(shape: Shape, rows: int) -> Cut | None:
     """What a step takes; None: cuBLAS."""
     sizes = (rows, shape.in_size, shape.out_size, shape.parts)
-    return split_config(90, 132, *sizes) or linear_config(90, *sizes)
+    info = device_info(torch.device("cuda"))
+    return split_config(info.capability, info.num_sms, *sizes) or linear_config(info.capability, *sizes)
 
 
 def measure(name: str, all_rows: list[int], bandwidth: float) -> list[dict[str, Any]]:

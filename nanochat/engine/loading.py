@@ -261,7 +261,9 @@ def _free_bytes(config: EngineConfig, decoder: Decoder, kv_dtype: torch.dtype) -
     if _has_graphs(config, model, decoder.device):
         # Recorded steps keep their memory, beside what steps launched kernel by kernel need.
         recorded = min(num_tokens, MAX_PREFILL_TOKENS)
-        peak += _step_peak_bytes(config, model, decoder, kv_dtype, recorded) + GRAPH_BYTES
+        is_same = recorded == num_tokens
+        peak += peak if is_same else _step_peak_bytes(config, model, decoder, kv_dtype, recorded)
+        peak += GRAPH_BYTES
         longest = config.max_model_len or model.max_position_embeddings
         peak += state_bytes(config.max_num_seqs, -(-longest // config.block_size))
     return free_gpu_bytes(decoder.device, config.gpu_memory_utilization, peak)

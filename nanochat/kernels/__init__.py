@@ -29,6 +29,7 @@ __all__ = [
     "attention",
     "decode_attention",
     "expand_rows",
+    "finished",
     "gelu_tanh_mul",
     "linear",
     "linear_add_norm",
@@ -178,6 +179,13 @@ def linear_add_norm(
     return _backend(weight).linear_add_norm(
         x, weight, bias, residual, norm_weight, eps, plus_one=plus_one, **shared
     )
+
+
+def finished(x: Normed) -> torch.Tensor:
+    """The rows ``[T, hidden]`` of ``x``, divided by their norm if that was still to come."""
+    if x.squares is None or x.values.device.type == "cpu":
+        return x.finished()
+    return _backend(x.values).divide_norm(x)
 
 
 def _shared(weight: torch.Tensor, scratch: dict[Any, Any] | None) -> dict[str, Any]:

@@ -90,9 +90,8 @@ def decode_attention(
         return out
     info = device_info(q.device)
     kv_heads = cache.k.shape[2]
-    config = decode_config(
-        info.capability, next_power_of_2(head_dim), cache.k.element_size(), rows * kv_heads
-    )
+    block_d, kv_bytes = next_power_of_2(head_dim), cache.k.element_size()
+    config = decode_config(info.capability, block_d, kv_bytes, rows, kv_heads)
     key = ("decode_workspace", heads // kv_heads, head_dim, config.programs_per_sm)
     workspace = batch.scratch.get(key)
     if workspace is None:

@@ -54,7 +54,7 @@ class AttentionBatch:
     max_query_len: int
     max_context_len: int
     scratch: dict[Any, Any] = field(default_factory=dict)
-    """What a kernel derives from this batch once and uses in every layer (index tensors, groupings).
+    """What kernels make once and use in every layer: index tensors, groupings, counters.
 
     Recorded steps of a shape share one: nothing that depends on lengths may stay in it on a GPU.
     """

@@ -11,7 +11,7 @@ from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.gpu_linear import linear, linear_add_norm, silu_linear
 from nanochat.kernels.kv_convert import most_converted_bytes, most_converted_tokens
 from nanochat.kernels.kv_store import store_kv
-from nanochat.kernels.norm_rope import rms_norm, rope
+from nanochat.kernels.norm_rope import divide_norm, rms_norm, rope
 from nanochat.kernels.reference import take_rows
 from nanochat.kernels.rope_and_store import rope_store
 from nanochat.kernels.row_expansion import expand_rows
@@ -19,6 +19,7 @@ from nanochat.kernels.row_expansion import expand_rows
 __all__ = [
     "attention",
     "decode_attention",
+    "divide_norm",
     "expand_rows",
     "gelu_tanh_mul",
     "linear",

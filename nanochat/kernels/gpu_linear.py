@@ -8,8 +8,8 @@ L2), multiply, add up over the warps, which each have a part of the inner dimens
 part of it: SiLU and product, the residual's addition, and the RMS norm, whose weight is multiplied in here
 while its division is left to the next map (see `Normed`).
 
-Every program has ``16 * repeat`` outputs. More rows are left to `gpu_linear_split` on Hopper; larger batches, other
-types and shapes go to cuBLAS. In Gluon, which
+Every program has ``16 * repeat`` outputs. What this module's functions leave to others: more rows to
+`gpu_linear_split` on Hopper; larger batches, other types and shapes to cuBLAS. In Gluon, which
 lets a kernel choose its layouts; it is part of the triton package.
 
 Knows nothing of models.
@@ -29,7 +29,7 @@ from triton.language.extra import cuda
 
 from nanochat.kernels.activation import silu_mul
 from nanochat.kernels.gpu_linear_split import allocate_arrivals, launch_split_linear
-from nanochat.kernels.norm_rope import rms_norm
+from nanochat.kernels.norm_rope import divide_norm, rms_norm
 from nanochat.kernels.normed import Normed
 from nanochat.kernels.triton_utils import INTERPRETED, dependent_launch, device_info, next_power_of_2
 from nanochat.kernels.tuning import SPLIT_TILE, LinearConfig, SplitConfig, linear_config, split_config
@@ -51,8 +51,8 @@ def linear(
     config = _config(normed.values, weight, 1)
     if config is None:
         if dtype == torch.float32 != weight.dtype and bias is None and weight.is_cuda:
-            return torch.mm(normed.finished(), weight.T, out_dtype=dtype)
-        out = F.linear(normed.finished(), weight, bias)
+            return torch.mm(divide_norm(normed), weight.T, out_dtype=dtype)
+        out = F.linear(divide_norm(normed), weight, bias)
         return out if dtype is None else out.to(dtype)
     out = torch.empty(
         (normed.values.shape[0], weight.shape[0]), dtype=dtype or weight.dtype, device=weight.device

@@ -84,7 +84,7 @@ def launch_split_linear(
         SPLITS=config.splits,
         STEP=config.step,
         STEPS=steps,
-        RING=min(config.ring, steps),
+        RING=config.ring,
         ROW_TILE=config.row_tile,
         GATED=gated,
         PLUS_ONE=plus_one,
@@ -133,6 +133,8 @@ def _split_kernel(
     SUM: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WIDTH, WIDTH // 4], [4, 1], [1, 0])
     COLS: gl.constexpr = gl.SliceLayout(0, SUM)
     ROWS: gl.constexpr = gl.SliceLayout(1, SUM)
+    # A piece of x is replaced two products after its own.
+    gl.static_assert(RING == STEPS or RING > 3)
     if DEPENDENT:
         cuda.gdc_launch_dependents()
     tile = gl.program_id(0) // SPLITS

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from nanochat.kernels.hadamard import hadamard, hadamard_size
+from nanochat.kernels.normed import Normed
 from nanochat.kernels.triton_utils import dependent_launch, enter, next_power_of_2
 
 _NORM_ELEMENTS = 2048
@@ -90,6 +91,53 @@ def _norm_kernel(
     x = x.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, 1) / HIDDEN + eps)
     tl.store(normed_ptr + tokens * HIDDEN + cols, x * inverse[:, None] * weight, mask=mask)
+
+
+def divide_norm(x: Normed) -> torch.Tensor:
+    """`Normed.finished` as one launch, of dense rows whose division is still to come."""
+    values, squares = x.values, x.squares
+    if squares is None:
+        return values
+    rows, hidden = values.shape
+    out = torch.empty_like(values)
+    dependent = dependent_launch(values.device)
+    _divide_kernel[(rows,)](
+        values,
+        squares,
+        out,
+        rows,
+        squares.shape[0],
+        x.eps,
+        HIDDEN=hidden,
+        BLOCK=next_power_of_2(hidden),
+        PARTS=next_power_of_2(squares.shape[0]),
+        DEPENDENT=dependent,
+        num_warps=4,
+        launch_pdl=dependent,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
+def _divide_kernel(
+    values_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: int,
+    parts: int,
+    eps: float,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    enter(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    part, cols = tl.arange(0, PARTS), tl.arange(0, BLOCK)
+    squares = tl.load(squares_ptr + part * rows + row, mask=part < parts, other=0.0)
+    values = tl.load(values_ptr + row * HIDDEN + cols, mask=cols < HIDDEN, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(squares, 0) / HIDDEN + eps)
+    tl.store(out_ptr + row * HIDDEN + cols, values * inverse, mask=cols < HIDDEN)
 
 
 def rope(

@@ -39,19 +39,32 @@ class PrefillConfig:
     num_stages: int
 
 
-def decode_config(capability: int, block_d: int, kv_bytes: int, runs: int) -> DecodeConfig:
-    """For heads of ``block_d`` dims, a power of two, cached in ``kv_bytes`` each; ``runs``: rows times KV heads."""
+def padded_rows(rows: int) -> int:
+    """Rows of the recorded step that a step of so many decodes is padded to, or of a larger one that pads alike."""
+    if rows <= 8:
+        return 1 << max(rows - 1, 0).bit_length()
+    multiple = max(8, 1 << ((rows - 1).bit_length() - 4))
+    return -(-rows // multiple) * multiple
+
+
+def decode_config(capability: int, block_d: int, kv_bytes: int, rows: int, kv_heads: int) -> DecodeConfig:
+    """For ``rows`` whose heads of ``block_d`` dims, a power of two, are cached in ``kv_bytes`` each.
+
+    A step padded for a recording is cut as if it were not.
+    """
+    runs = padded_rows(rows) * kv_heads
     row_bytes = block_d * kv_bytes
     if capability < 80:
         warps = 8 if block_d > 128 else 4
         return DecodeConfig(16 if block_d > 128 or row_bytes > 256 else 32, warps, 1, 4, 4, 16)
     if capability in (90, 100):
         if kv_bytes == 1 and block_d <= 128:
-            # Converting costs instructions, and one-warp programs spend none on meeting each other.
             if runs >= 256:
+                # Converting costs instructions, and one-warp programs spend none on meeting each other.
                 return DecodeConfig(32, 1, 3, 8, 4, 16, early=True)
             if runs >= 32:
                 return DecodeConfig(64, 2, 3, 4, 1, 64 if runs >= 128 else 32, early=True)
+            # So few that more and smaller programs wait for less each.
             return DecodeConfig(32, 2, 3, 4, 1, 64, early=True)
         if row_bytes <= 256:
             if 128 <= runs <= 256:
@@ -144,8 +157,9 @@ def linear_config(capability: int, rows: int, in_size: int, out_size: int, parts
 
 SPLIT_TILE = 64
 """Outputs of a program of `SplitConfig`: the fewest that a warpgroup multiplies."""
-MAX_SHARED_TILES = 256
+MAX_SHARED_TILES = 64
 """Most tiles of outputs that programs share in one launch."""
+_FEWEST_SPLIT_PROGRAMS = 24
 _SPLIT_INNER = 1024
 """Of the inner dimension, what a program's weights and rows have room for in shared memory."""
 
@@ -159,18 +173,18 @@ class SplitConfig:
     step: int
     """Of the inner dimension, what is copied at once: 64 or 128."""
     row_tile: int
-    """Rows multiplied at once: 16, 32 or 64, and no fewer than there are."""
+    """Rows multiplied at once: 8, 16, 32 or 64, and no fewer than there are."""
     ring: int
-    """Steps of rows in shared memory; of weights all are."""
+    """Steps of rows in shared memory, all or at least four; of weights all are."""
 
 
 def split_config(
     capability: int, num_sms: int, rows: int, in_size: int, out_size: int, parts: int
 ) -> SplitConfig | None:
-    """As `linear_config`; None where that has to say.
+    """As `linear_config`, which has the say where this is None.
 
-    A program fills a multiprocessor's shared memory, so what needs more programs than there are multiprocessors, or
-    the sums of many of them, is left to cuBLAS.
+    A program may fill a multiprocessor's shared memory, so there may be no more of them than multiprocessors, and half
+    as many where they add up each other's sums. With few, the weights would come too slowly.
     """
     if capability != 90 or not 8 < rows <= 64 or in_size % 64 or parts * out_size % SPLIT_TILE:
         return None
@@ -178,7 +192,13 @@ def split_config(
     steps = in_size // step
     tiles = parts * out_size // SPLIT_TILE
     for splits in range(1, 5):
-        if steps % splits == 0 and in_size <= splits * _SPLIT_INNER and tiles * splits <= num_sms:
+        if steps % splits == 0 and in_size <= splits * _SPLIT_INNER:
+            most = num_sms if splits == 1 else min(num_sms // 2, MAX_SHARED_TILES * splits)
+            if not _FEWEST_SPLIT_PROGRAMS <= tiles * splits <= most:
+                return None
             row_tile = 16 if rows <= 16 else 32 if rows <= 32 else 64
-            return SplitConfig(splits, step, row_tile, 512 // step if rows > 32 else steps // splits)
+            own_steps = steps // splits
+            return SplitConfig(
+                splits, step, row_tile, min(own_steps, 512 // step) if rows > 32 else own_steps
+            )
     return None

@@ -216,6 +216,11 @@ def test_norm_rope_and_activation(monkeypatch: pytest.MonkeyPatch, capability: i
     weight = torch.zeros(128, dtype=dtype)
     for module, name, launch in (
         (norm_rope, "_norm_kernel", lambda: norm_rope.rms_norm(x, x[0], 1e-6, x)),
+        (
+            norm_rope,
+            "_divide_kernel",
+            lambda: norm_rope.divide_norm(Normed(x, torch.zeros(9, x.shape[0]), 1e-6)),
+        ),
         (norm_rope, "_norm_kernel", lambda: norm_rope.rms_norm(x, x[0], 1e-6, plus_one=True)),
         (
             norm_rope,
@@ -293,25 +298,33 @@ def test_linear(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     )
 
 
-def test_split_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hopper alone has it."""
-    half = torch.bfloat16
-    weight, up, down = (
-        torch.zeros(1, dtype=half).expand(shape).contiguous()
-        for shape in ((256, 1024), (512, 576), (256, 3072))
-    )
-    bias = weight[:, 0].contiguous()
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_split_linear(monkeypatch: pytest.MonkeyPatch, half: torch.dtype) -> None:
+    """Hopper alone has it: tiles of one program, two, three and four, with what they are joined with."""
+    monkeypatch.setattr(gpu_linear, "device_info", lambda device: DeviceInfo(90, 132))
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=half)
+
+    whole, up = zeros(2048, 1024), zeros(3072, 576)
     for rows in (16, 32, 64):
-        normed = Normed(torch.zeros(rows, 1024, dtype=half), torch.zeros(36, rows), 1e-6)
-        narrow, wide = torch.zeros(rows, 576, dtype=half), torch.zeros(rows, 3072, dtype=half)
-        residual = torch.zeros(rows, 256)
+        normed, wide = Normed(zeros(rows, 1024), torch.zeros(36, rows), 1e-6), zeros(rows, 3072)
+        narrow = Normed(zeros(rows, 576), torch.zeros(9, rows), 1e-6)
+        residual = torch.zeros(rows, 1024)
         launches: list[Callable[[], object]] = [
-            lambda x=normed: gpu_linear.linear(x, weight, bias, dtype=torch.float32),
-            lambda x=narrow: gpu_linear.silu_linear(x, up),
-            lambda x=wide, r=residual: gpu_linear.linear_add_norm(x, down, None, r, bias, 1e-6),
+            lambda x=normed: gpu_linear.linear(x, whole, zeros(2048), dtype=torch.float32),
+            lambda x=narrow: gpu_linear.silu_linear(x, up, zeros(3072)),
+            lambda rows=rows: gpu_linear.linear(zeros(rows, 2048), zeros(1024, 2048)),
+            lambda rows=rows: gpu_linear.linear(zeros(rows, 2560), zeros(960, 2560)),
         ]
+        if half == torch.bfloat16:
+            launches += [
+                lambda x=wide, r=residual, p=plus_one: gpu_linear.linear_add_norm(
+                    x, zeros(1024, 3072), None, r, zeros(1024), 1e-6, plus_one=p
+                )
+                for plus_one in (False, True)
+            ]
         for launch in launches:
-            monkeypatch.setattr(gpu_linear, "device_info", lambda device: DeviceInfo(90, NUM_SMS))
             check_launches(monkeypatch, 90, gpu_linear_split, "_split_kernel", launch)
 
 

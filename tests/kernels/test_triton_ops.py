@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nanochat.kernels import gpu, reference
+from nanochat.kernels.normed import Normed
 from nanochat.kernels.triton_utils import INTERPRETED
 from tests.kernels.paged import empty_cache
 
@@ -34,6 +35,15 @@ def test_rms_norm(dtype: torch.dtype, hidden: int, plus_one: bool) -> None:
         expected = reference.rms_norm(x, weight, 1e-6, residual, plus_one=plus_one)
         assert_close(got[0], expected[0], dtype)
         assert_close(got[1], expected[1], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "hidden", "parts"), [(5, 576, 9), (1, 64, 1), (33, 3000, 47)])
+def test_divide_norm(dtype: torch.dtype, rows: int, hidden: int, parts: int) -> None:
+    squares = torch.rand(parts, rows, generator=torch.Generator().manual_seed(1)).to(DEVICE) * hidden
+    normed = Normed(randn(rows, hidden, dtype=dtype), squares, 1e-5)
+    assert_close(gpu.divide_norm(normed), normed.finished(), dtype)
+    assert gpu.divide_norm(Normed(normed.values)) is normed.values
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -22,7 +22,7 @@ from nanochat.kernels import Normed, cpu_linear
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.cpu_linear import LinearKernel
 
-_WIDE_SUM_ROWS = 32
+_WIDE_SUM_ROWS = 64
 """Outputs of up to so many rows are added up over ranks in float32, as one device adds them to the residual: they
 are few bytes either way. Those of more are rounded to the weights' type first."""
 
@@ -77,7 +77,7 @@ class Linear:
         if self._kernel is None:
             y = kernels.linear(x, self.weight, self.bias, dtype=dtype, scratch=scratch)
         else:
-            y = self._kernel(x.finished() if isinstance(x, Normed) else x, dtype)
+            y = self._kernel(kernels.finished(x) if isinstance(x, Normed) else x, dtype)
         return self._ranks.all_reduce(y) if self._is_partial else y
 
     def silu(self, x: Normed, scratch: dict[Any, Any]) -> torch.Tensor:
@@ -280,7 +280,7 @@ class DecoderLayer:
             self.attention.out, mixed, self.attention_out_norm, residual, self.mlp_norm, scratch
         )
         if isinstance(self.mlp, MoE):
-            return _normed(self.mlp(x.finished()), self.mlp_out_norm, residual, next_norm)
+            return _normed(self.mlp(kernels.finished(x)), self.mlp_out_norm, residual, next_norm)
         inner = self.mlp(x, scratch)
         if finish:
             out = self.mlp.down(inner, scratch=scratch)
