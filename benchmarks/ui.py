@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import statistics
 import tempfile
@@ -221,44 +222,51 @@ PARAGRAPH = "Paragraph {} says that **something** happened in the `year` it tell
 
 
 def long_answer(paragraphs: int) -> dict[str, float]:
-    """Starting with a saved answer of so many paragraphs in view, then another width: how long the loop is held."""
+    """Opening a saved answer of so many paragraphs, then another width: how long the loop is held at a time."""
     text = "".join(PARAGRAPH.format(number) for number in range(paragraphs))
     held: list[tuple[float, float]] = []
 
     async def watch() -> None:
         now = time.perf_counter(), time.thread_time()
         while True:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.002)
             before, now = now, (time.perf_counter(), time.thread_time())
             held.append((now[0] - before[0], now[1] - before[1]))
 
-    async def run(file: Path) -> dict[str, float]:
+    async def run(file: Path, chat_id: int) -> dict[str, float]:
         app = NanochatApp(EngineConfig(model=""), history_file=file)
         app._loader.start = lambda: None  # type: ignore[method-assign]
         async with app.run_test(size=SIZE) as pilot:
+            main = app.main_screen
+            await wait_for(lambda: main.archive.history is not None)
+            await drawn(app)
+            gc.collect()
+            gc.freeze()  # as the loader does once the model is there
             task = asyncio.create_task(watch())
-            views = app.main_screen.query(MarkdownView)
             start_s = time.perf_counter()
-            await wait_for(lambda: any(view.text for view in views))
+            main.open_saved(Found(chat_id, None))
+            await wait_for(lambda: main.query(MarkdownView))
+            view = main.query(MarkdownView).first()
+            await wait_for(lambda: view.size.height)
             seen_s = time.perf_counter() - start_s
-            await wait_for(lambda: all(view.is_complete for view in views))
+            await wait_for(lambda: view.is_complete)
             whole_s = time.perf_counter() - start_s
             await pilot.resize_terminal(SIZE[0] - 30, SIZE[1])
-            await wait_for(lambda: all(view.is_complete for view in views))
+            await wait_for(lambda: view.is_complete)
             task.cancel()
+        walls, cpus = (sorted(times) for times in zip(*held, strict=True))
         return {
             "its first lines are seen, ms": seen_s * 1e3,
             "all of it is laid out, ms": whole_s * 1e3,
-            "the loop was held, max, ms": max(wall for wall, _ in held) * 1e3,
-            "of processor time, max, ms": max(cpu for _, cpu in held) * 1e3,
+            "the loop is held, max, ms": walls[-1] * 1e3,
+            "of processor time, max, ms": cpus[-1] * 1e3,
         }
 
     with tempfile.TemporaryDirectory() as name:
         file = Path(name) / "history.db"
         with History(file) as history:
             chat_id = history.import_json(json.dumps(exported("Long", ["Tell me all.", text], 1.7e9)))
-            history.save_tabs([chat_id], chat_id)
-        return asyncio.run(run(file))
+        return asyncio.run(run(file, chat_id))
 
 
 def make_history(folder: Path, chats: int, messages: int) -> tuple[Path, int]:

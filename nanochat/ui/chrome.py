@@ -181,7 +181,7 @@ class KeyBar(Widget):
     def render(self) -> Content:
         keys = [
             Content.from_markup(
-                f"[@click=screen.do('{action.id}')][$accent]$key[/] $label[/]",
+                f"[@click=screen.do('{action.id}')][b]$key[/b] $label[/]",
                 key=action.key_label,
                 label=action.footer,
             )

@@ -26,8 +26,8 @@ MAX_BLOCK = 8_000
 """A block with a part that begins beyond so many characters is divided before that part, or an earlier one."""
 MAX_OPEN = 20_000
 """A block without such a part, like a list within a list's only item, is divided here at any line."""
-MAX_CHARACTERS = 1_000_000
-MAX_LINES = 20_000
+MAX_CHARACTERS = 500_000
+MAX_LINES = 10_000
 """What lies beyond so many characters, or lines of the source, isn't shown, and a last line says so. Models of today
 don't answer so much; a file may hold it."""
 
