@@ -77,7 +77,7 @@ class LoadedModel:
 
     @property
     def compute_name(self) -> str:
-        """The device; on a CPU with the weights' format, and whether small steps run as native programs."""
+        """The device; on a CPU with the weights' format, and whether steps run as native programs."""
         if self.device.type != "cpu":
             return self.device.type
         return f"cpu {self.weights}{' native' if self.runner.is_native else ''}"

@@ -155,7 +155,7 @@ class Runner:
 
     @property
     def is_native(self) -> bool:
-        """Whether small steps run as native programs."""
+        """Whether steps run as native programs."""
         return self._programs is not None
 
     def run(self, plan: StepPlan) -> StepResult:

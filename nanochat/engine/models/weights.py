@@ -23,7 +23,7 @@ from nanochat.engine.parallel import ALONE, Collectives
 from nanochat.engine.progress import Progress, ProgressCallback, ignore_progress
 from nanochat.errors import ModelNotFound, NotEnoughMemory, UnsupportedModel
 
-_MAPPED_BYTES = 64 * 2**20
+_MAPPED_BYTES = 16 * 2**20
 """A file is mapped anew after this many bytes: pages read stay resident for as long as a mapping lives."""
 
 _LONGEST_NAME = 200
@@ -63,7 +63,7 @@ def load_decoder(
 
     A decoder that is divided among ``ranks`` gets its own part, and nothing else is read.
 
-    Host memory: the weights themselves if ``device`` is the CPU, and at most a file or 64 MiB and one
+    Host memory: the weights themselves if ``device`` is the CPU, and at most a file or 16 MiB and one
     tensor, whichever is less.
 
     Raises:

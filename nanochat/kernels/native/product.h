@@ -60,6 +60,25 @@ INLINE vu elems_of(const void *p, int type, int64_t i, int64_t left) {
 #endif
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+/* Eight times eight numbers, from one place to another, rows of both 16 numbers apart. */
+INLINE void transpose_eights(const float *from, float *to) {
+    __m256 a[8], b[8];
+    for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(from + 16 * i);
+    for (int i = 0; i < 8; i += 2)
+        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0x44);
+            a[i + 2 * j + 1] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0xee);
+        }
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_ps(to + 16 * i, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+        _mm256_storeu_ps(to + 16 * (i + 4), _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+    }
+}
+#endif
+
 /* Rows become columns. */
 INLINE void transpose(vu *x) {
 #ifdef __AVX512F__
@@ -80,6 +99,12 @@ INLINE void transpose(vu *x) {
         x[j] = (vu)_mm512_shuffle_i32x4(low, low2, 0x88), x[8 + j] = (vu)_mm512_shuffle_i32x4(low, low2, 0xdd);
         x[4 + j] = (vu)_mm512_shuffle_i32x4(high, high2, 0x88), x[12 + j] = (vu)_mm512_shuffle_i32x4(high, high2, 0xdd);
     }
+#elif defined(__AVX2__)
+    float from[256], to[256];
+    memcpy(from, x, sizeof from);
+    for (int i = 0; i < 16; i += 8)
+        for (int j = 0; j < 16; j += 8) transpose_eights(from + 16 * i + j, to + 16 * j + i);
+    memcpy(x, to, sizeof to);
 #else
     uint32_t from[16][16], to[16][16];
     memcpy(from, x, sizeof from);
