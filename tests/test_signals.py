@@ -122,6 +122,30 @@ def test_the_app_is_stopped_and_goes_on(long_llama: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_a_stop_that_nobody_can_notice_does_no_harm(long_llama: Path, tmp_path: Path) -> None:
+    """Of SIGSTOP a process only learns that it goes on."""
+    with running_app(long_llama, tmp_path) as terminal:
+        threads = Path(f"/proc/{terminal.process.pid}/task")
+        names = sorted((task / "comm").read_text() for task in threads.iterdir())
+        for _ in range(3):
+            terminal.process.send_signal(signal.SIGSTOP)
+            until(
+                lambda: "T" in Path(f"/proc/{terminal.process.pid}/stat").read_text().rpartition(")")[2][:3]
+            )
+            before = len(terminal.written)
+            terminal.process.send_signal(signal.SIGCONT)
+            until(lambda start=before: b"\x1b[?1049h" in terminal.written[start:])  # type: ignore[misc]
+            until(lambda start=before: b"kv float32" in terminal.written[start:], QUICK_S)  # type: ignore[misc]
+            assert not terminal.is_as_before
+        # A second set of Textual's threads would keep the process from ending.
+        until(lambda: sorted((task / "comm").read_text() for task in threads.iterdir()) == names, QUICK_S)
+        terminal.send("\x11")  # ^Q
+        assert terminal.wait(QUICK_S) == 0
+    check_given_back(terminal.written)
+    check_saved(tmp_path)
+
+
+@pytest.mark.slow
 def test_ctrl_z_gives_the_terminal_to_the_shell_until_fg(long_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(ENDLESS)
     app = [

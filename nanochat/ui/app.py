@@ -42,7 +42,12 @@ from nanochat.ui.screenshots import file_name, pictures_folder, save, widget_svg
 from nanochat.ui.signals import EndingSignals
 from nanochat.ui.stats_panel import StatsPanel
 from nanochat.ui.terminal import UnfitTerminal, check_terminal, reserved_screen
-from nanochat.ui.textual_private import let_alt_digits_through, write_to_terminal
+from nanochat.ui.textual_private import (
+    has_left_terminal,
+    let_alt_digits_through,
+    retake_terminal,
+    write_to_terminal,
+)
 from nanochat.ui.theme import THEMES, theme_named
 
 logger = logging.getLogger(__name__)
@@ -131,8 +136,14 @@ class NanochatApp(App[None]):
         return screen
 
     def on_mount(self) -> None:
-        self.signals.attach(self.leave, lambda: self.refresh(layout=True))
+        self.signals.attach(self.leave, lambda: has_left_terminal(self), self._go_on)
         self.call_after_refresh(self._loader.start)  # importing PyTorch would delay the first paint
+
+    def _go_on(self, has_taken_terminal: bool) -> None:
+        """The process was stopped for a while."""
+        if not has_taken_terminal:
+            retake_terminal(self)
+        self.refresh(layout=True)
 
     async def on_history_opened(self, event: HistoryOpened) -> None:
         await self.main_screen.restore(event)

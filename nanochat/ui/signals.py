@@ -3,7 +3,8 @@
 The app leaves as if the user had quit, so that chats are saved and the terminal is given back. Where it
 can't, because its terminal is gone or takes nothing any more, the process ends all the same. Stopping and
 going on (SIGTSTP, SIGCONT) is Textual's part; it clears the screen but draws only what changes afterwards,
-so the whole screen is drawn again here.
+so the whole screen is drawn again here. A stop that nobody can notice (SIGSTOP) is the app's own part: Textual
+would begin a second time, with threads beside those that it has, and hang when it ends.
 """
 
 from __future__ import annotations
@@ -43,11 +44,20 @@ class EndingSignals:
         """The exit status that tells of the signal, as shells have it: 130 for an interrupt."""
         return None if self.number is None else 128 + self.number
 
-    def attach(self, leave: Callable[[], object], repaint: Callable[[], object]) -> None:
-        """From now on, on the running event loop, ``leave`` is called when a signal comes, ``repaint`` on going on."""
+    def attach(
+        self,
+        leave: Callable[[], object],
+        has_left_terminal: Callable[[], bool],
+        go_on: Callable[[bool], object],
+    ) -> None:
+        """From now on, on the running event loop, ``leave`` is called when a signal comes.
+
+        ``go_on`` is called when the process has been stopped, with whether the terminal had been given back before,
+        as ``has_left_terminal`` says: Textual has taken it again then.
+        """
         self._loop, self._leave = asyncio.get_running_loop(), leave
         if self._is_awaiting and hasattr(signal, "SIGCONT"):
-            _call_after(signal.SIGCONT, partial(self._loop.call_soon_threadsafe, repaint))
+            _on_going_on(has_left_terminal, partial(self._loop.call_soon_threadsafe, go_on))
         if self.number is not None:
             self._loop.call_soon(leave)
 
@@ -93,17 +103,18 @@ class EndingSignals:
         os._exit(self.status or 1)
 
 
-def _call_after(number: signal.Signals, then: Callable[[], object]) -> None:
-    """Have ``then`` called after the signal's handler of now."""
-    first = signal.getsignal(number)
+def _on_going_on(has_left_terminal: Callable[[], bool], then: Callable[[bool], object]) -> None:
+    """Have the handler of now called only if the terminal was left, and ``then`` after it with whether it was."""
+    first = signal.getsignal(signal.SIGCONT)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if callable(first):
+        has_left = has_left_terminal()
+        if has_left and callable(first):
             first(number, frame)
         with suppress(RuntimeError):  # the loop has just been closed
-            then()
+            then(has_left)
 
-    signal.signal(number, handle)
+    signal.signal(signal.SIGCONT, handle)
 
 
 def _terminal_attributes() -> list[object] | None:

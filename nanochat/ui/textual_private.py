@@ -34,6 +34,19 @@ def write_to_terminal(app: App[Any], sequence: str) -> None:
         app._driver.write(sequence)
 
 
+def has_left_terminal(app: App[Any]) -> bool:
+    """Whether the app has given its terminal back because it is being stopped, and will take it by itself."""
+    return bool(getattr(app._driver, "_must_signal_resume", False))
+
+
+def retake_terminal(app: App[Any]) -> None:
+    """Give the terminal back and take it anew: another program may have had it meanwhile."""
+    driver = app._driver
+    if driver is not None and driver.can_suspend and driver._auto_restart:
+        driver.suspend_application_mode()
+        driver.resume_application_mode()
+
+
 def let_go(area: TextArea, screen: Screen[Any]) -> None:
     """Have nothing hold a text area that is gone: with its text, styles and drawn lines it is a quarter of a MiB.
 
