@@ -57,7 +57,8 @@ class EndingSignals:
         """
         self._loop, self._leave = asyncio.get_running_loop(), leave
         if self._is_awaiting and hasattr(signal, "SIGCONT"):
-            _on_going_on(has_left_terminal, partial(self._loop.call_soon_threadsafe, go_on))
+            schedule = self._loop.call_soon_threadsafe
+            _on_going_on(has_left_terminal, lambda has_left: schedule(partial(go_on, has_left)))
         if self.number is not None:
             self._loop.call_soon(leave)
 
