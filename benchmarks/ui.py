@@ -144,7 +144,8 @@ async def compared_rates(stage: Stage, turns: int, seconds: float) -> dict[str, 
             pair[is_shown], busy = await rate(stage, seconds, is_shown=is_shown)
             if is_shown:
                 used.append(busy)
-        ratios.append(pair[True] / pair[False])
+        if pair[False] > 0:  # else other programs had the whole machine
+            ratios.append(pair[True] / pair[False])
         shown.append(pair[True])
         plain.append(pair[False])
     quarters = statistics.quantiles(ratios, n=4)
@@ -288,7 +289,7 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=2.0, help="length of each turn with or without the app"
     )
-    parser.add_argument("--turns", type=int, default=20, help="such turns, of each")
+    parser.add_argument("--turns", type=int, default=20, help="such turns, of each; four or more")
     parser.add_argument("--chats", type=int, default=1_000)
     parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--max-model-len", type=int, default=None)

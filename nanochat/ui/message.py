@@ -164,7 +164,9 @@ class ReasoningView(Static):
 
     def _draw(self) -> None:
         head = f"{'▾' if self._is_unfolded else '▸'} {self._summary}"
-        self.update(Content(f"{head}\n{self._text}" if self._is_unfolded else head))
+        content = Content(f"{head}\n{self._text}" if self._is_unfolded else head)
+        # While a model thinks, the folded line changes with every delta, and stays one line.
+        self.update(content, layout=self._is_unfolded or self.size.height != 1)
 
     def on_click(self) -> None:
         self.toggle()
