@@ -20,6 +20,8 @@ from nanochat.ui.prompt import Prompt
 from nanochat.ui.transcript import Transcript
 
 PLACEHOLDER = "Ask something, or / for commands"
+UNSEEN_S = 1.0
+"""What drawing is said to take in a pane out of view, so that its text comes seldom, and costs next to nothing."""
 EDITING = "Editing: Enter sends it as another branch, Esc leaves it"
 
 
@@ -150,6 +152,7 @@ class ChatPane(Vertical):
         """The live answer has more text; a hidden pane draws it when it is shown."""
         if not self.is_shown:
             self._is_stale = True
+            report_cost(UNSEEN_S)
             return
         answer = self._live_answer()
         if answer is None:
