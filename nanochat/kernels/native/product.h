@@ -124,7 +124,8 @@ INLINE void configure(int rows, int more_rows) {
     } config = {.palette = 1};
     const int of[8] = {rows, rows, more_rows, more_rows, rows, more_rows, 16, 16};
     for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = (uint8_t)of[i];
-    _tile_loadconfig(&config);
+    /* Not `_tile_loadconfig`: before GCC 12.4 and 13.3 it says that it reads 8 bytes, so others may never be stored. */
+    __asm__ volatile("ldtilecfg %0" : : "m"(config));
 }
 INLINE void begin_products(void) { configure(16, 16); }
 INLINE void end_products(void) { _tile_release(); }
