@@ -170,7 +170,8 @@ class TestPrefixIndex:
     def test_against_a_plain_reference(self, seed: int) -> None:
         """Random use; hits are compared with a list of every prefix that is written, searched one by one."""
         randoms = random.Random(seed)
-        pool = BlockPool(randoms.randint(4, 24), 2)
+        num_blocks = randoms.randint(4, 24)
+        pool = BlockPool(num_blocks, 2, num_kept=randoms.choice([None, 1, num_blocks // 2]))
         tables: list[list[int]] = []
         written: dict[int, tuple[int, ...]] = {}
         for _ in range(300):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,6 +82,50 @@ def test_attention(dtype: torch.dtype, int8: bool, window: int, softcap: float) 
         expected = reference.attention(case.q, case.cache, case.batch, **options)
         actual = on_threads(ops.attention, case.q, case.cache, case.batch, **options)
         close(actual, expected, 1.6e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("window", [0, 100])
+def test_attention_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype, window: int) -> None:
+    skip_what_would_be_rounded(dtype)
+    case = make_case(
+        [(1, 70), (6, 90), (1, 1), (35, 35), (2, 280), (65, 400)], heads=9, kv_heads=3, dim=32, dtype=dtype
+    )
+    options = {"scale": 32**-0.5, "window": window}
+    together = ops.attention(case.q, case.cache, case.batch, **options)
+    starts = case.batch.query_starts
+    for first in range(1, case.batch.num_rows):
+        begin = int(starts[first])
+        batch = replace(
+            case.batch,
+            block_tables=case.batch.block_tables[first:],
+            context_lens=case.batch.context_lens[first:],
+            query_starts=starts[first:] - begin,
+        )
+        alone = ops.attention(case.q[begin:], case.cache, batch, **options)
+        assert torch.equal(alone, together[begin:]), f"rows from {first} on"
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("int8", [False, True])
+def test_attention_of_all_sizes_of_heads(dtype: torch.dtype, int8: bool) -> None:
+    skip_what_would_be_rounded(dtype)
+    for heads, kv_heads, dim, block_size in (
+        (1, 1, 16, 16),
+        (16, 1, 16, 1),
+        (5, 1, 80, 7),
+        (14, 2, 112, 16),
+        (2, 1, 256, 64),
+        (16, 1, 256, 5),
+    ):
+        sizes = [(1, 128), (34, 64), (3, 65), (9, 127), (2, 2), (20, 192)]
+        case = make_case(
+            sizes, heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size, dtype=dtype, int8=int8
+        )
+        for options in ({"window": 64}, {"window": 1}, {"softcap": 20.0}):
+            expected = reference.attention(case.q, case.cache, case.batch, scale=dim**-0.5, **options)
+            actual = ops.attention(case.q, case.cache, case.batch, scale=dim**-0.5, **options)
+            close(actual, expected, 1.6e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
 def test_what_is_not_native_is_refused() -> None:

@@ -81,7 +81,10 @@ INLINE vf power_of_two(vf x) {
 
 /* The largest of each of sixteen vectors. */
 INLINE vf largest_of(vf *x) {
-    transpose((vu *)x);
+    vu bits[LANES]; /* a vector of floats may not be read as one of integers in place */
+    memcpy(bits, x, sizeof bits);
+    transpose(bits);
+    memcpy(x, bits, sizeof bits);
     for (int half = LANES / 2; half; half /= 2)
         for (int i = 0; i < half; i++) x[i] = larger(x[i], x[i + half]);
     return x[0];
@@ -191,7 +194,9 @@ INLINE void attend_run(const Op *op, Run *run, const int32_t *table, int head, i
     for (int r = 0; r < (rows + LANES - 1) / LANES * LANES; r++) run->most[r] = -INFINITY, run->total[r] = 0.0f;
     memset(run->sums, 0, sizeof(float) * (size_t)rows * (size_t)dim);
     const int64_t last = run->end + run->count - 1; /* the last query sees the keys before this place */
-    for (int64_t place = op->window && run->end > op->window ? run->end - op->window : 0; place < last;) {
+    /* Tiles begin at multiples of their size, so that where the run begins changes no bit of a query's result. */
+    const int64_t begins = op->window && run->end > op->window ? (run->end - op->window) / TILE * TILE : 0;
+    for (int64_t place = begins; place < last;) {
         Tile tile;
         const int64_t begin = place;
         place = fill_tile(op, &tile, table, place, last, head);
@@ -217,7 +222,8 @@ INLINE void attention_wide(const Op *op, int64_t first, int64_t last, int type) 
             const int64_t row = row_of(op, t);
             const int64_t length = row < *op->batch_rows ? op->context_lens[row] : 0;
             const int64_t after = length ? op->query_starts[row + 1] : t + 1, end = after < stop ? after : stop;
-            if (end - t == 1) {
+            /* Not of tokens that are alone in this unit only: what stands before their row must not change them. */
+            if (!length || after - op->query_starts[row] == 1) {
                 attend(op, t, head, run.group, type);
             } else {
                 run.first = t, run.count = (int)(end - t), run.end = length - (after - 1 - t);

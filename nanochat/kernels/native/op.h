@@ -1,7 +1,7 @@
 /* One operation of a decoder's step on the CPU, and what runs it. Mirrored by `library.py`.
  *
- * Tensors are rows of numbers, one row a token; all arithmetic is float32. A row's results depend on that row
- * alone, whatever stands beside it and however many threads compute it.
+ * Tensors are rows of numbers, one row a token; sums are float32, and so are factors unless said. An operation's
+ * results for a row depend on that row alone, whatever stands beside it and however many threads compute it.
  */
 #ifndef NANOCHAT_OP_H
 #define NANOCHAT_OP_H
@@ -26,7 +26,8 @@ enum Kind {
     SAMPLE,        /* y = a token drawn from logits x; summed is used up */
     PACK_INT4,     /* y = x [n, inner] in 4 bits; summed[panel] = how far a number is from its level, in steps */
     PACK_INT8,     /* y = x [n, inner] in 8 bits; summed[output] = its scale */
-    LINEAR_WIDE_INT4, /* y = x @ w.T + bias of many rows, x as it is; w as of LINEAR_INT4 and so on */
+    LINEAR_WIDE_INT4, /* y = x @ w.T + bias of many rows, x as it is; w as of LINEAR_INT4 and so on. With AVX-512
+                         both factors are BF16, as in ATTENTION_WIDE */
     LINEAR_WIDE_INT8,
     LINEAR_WIDE_FLOAT,
     ATTENTION_WIDE, /* ATTENTION, for runs of many tokens */
