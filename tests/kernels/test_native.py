@@ -71,10 +71,7 @@ def weights(size: int, columns: int) -> torch.Tensor:
 
 class TestLinear:
     @pytest.mark.parametrize("dtype", FLOATS)
-    def test_rows_become_the_nearest_of_255_levels_in_each_group(
-        self,
-        dtype: torch.dtype,
-    ) -> None:
+    def test_rows_become_the_nearest_of_255_levels_in_each_group(self, dtype: torch.dtype) -> None:
         x = randn(9, 96, dtype=dtype) * 10.0 ** torch.arange(-4, 5).unsqueeze(1)
         x = x.to(dtype)
         x[3, 32:64] = 0.0
@@ -204,6 +201,17 @@ class TestLinear:
         assert torch.equal(kernel(torch.zeros(2, 64)), torch.zeros(2, 16))
         wide = cpu_linear.dequantize_int8(cpu_linear.quantize_int8(weights(16, 64)))
         close(kernel(torch.full((1, 64), -3.0)), wide.sum(1).mul(-3).unsqueeze(0), 1e-5)
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    def test_tiny_numbers_count_as_zeros_and_nan_is_not_hidden(self, dtype: torch.dtype) -> None:
+        weight = weights(16, 64)
+        x = torch.zeros(4, 64, dtype=dtype)
+        x[0, :32] = 1e-38
+        x[1, 3], x[2, 40] = float("nan"), float("inf")
+        for kernel in (linear.int4(linear.quantize_int4(weight), None), linear.int8(weight, None)):
+            y = kernel(x)
+            assert not y[[0, 3]].any()
+            assert bool(y[1:3].isnan().all())
 
 
 class TestRows:

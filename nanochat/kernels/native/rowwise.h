@@ -98,14 +98,16 @@ INLINE void quantize(const Op *op, int64_t first, int64_t last, int type) {
             const int64_t from = t * op->x_stride + g * GROUP;
             vf a = load(op->x, type, from), b = load(op->x, type, from + LANES);
             const float scale = largest(larger(magnitude(a), magnitude(b))) / 127.0f;
-            const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+            const float inverse = scale > 1e-37f ? 1.0f / scale : 0.0f; /* of a smaller one it would be infinite */
             a = nearest(a * inverse), b = nearest(b * inverse);
             vb low = __builtin_convertvector(__builtin_convertvector(a, vi), vb);
             vb high = __builtin_convertvector(__builtin_convertvector(b, vi), vb);
             memcpy(q + g * GROUP, &low, sizeof low);
             memcpy(q + g * GROUP + LANES, &high, sizeof high);
             const float total = sum(a + b);
-            scales[g] = scale, scaled_sums[g] = scale * total, offsets[g] = -128 * (int32_t)total;
+            const int are_numbers = total == total; /* a group that holds NaN or infinity is all NaN */
+            scales[g] = are_numbers ? scale : NAN, scaled_sums[g] = scale * total;
+            offsets[g] = are_numbers ? -128 * (int32_t)total : 0;
         }
     }
 }
