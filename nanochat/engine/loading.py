@@ -39,7 +39,7 @@ from nanochat.engine.ranks import RankMemory, Ranks
 from nanochat.engine.runner import Runner
 from nanochat.engine.scheduler import Scheduler
 from nanochat.engine.step_graphs import MAX_PREFILL_TOKENS, StepGraphs, state_bytes
-from nanochat.engine.step_pace import StepPace
+from nanochat.engine.step_pace import FIRST_TOKENS, StepPace
 from nanochat.engine.step_programs import record_steps
 from nanochat.engine.tokenizer import default_sampling, eos_token_ids, load_tokenizer
 from nanochat.errors import InvalidOption, NotEnoughMemory
@@ -300,5 +300,5 @@ def make_scheduler(config: EngineConfig, model: LoadedModel) -> Scheduler:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=model.max_model_len,
         model_limit=model.config.max_position_embeddings,
-        pace=StepPace(config.step_goal_ms / 1000),
+        pace=StepPace(config.step_goal_ms / 1000, FIRST_TOKENS if model.device.type == "cpu" else None),
     )

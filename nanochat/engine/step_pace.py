@@ -12,7 +12,7 @@ GRAIN = 16
 FLOOR = 64
 """Tokens that a prompt may always take: on a CPU they cost little more than one, and it has to get on."""
 FIRST_TOKENS = 128
-"""Of the first prompt, when nothing is known of the machine."""
+"""Of the first prompt on a CPU, when nothing is known of the machine. A GPU is fast, and compiles each new size."""
 LONE_GOAL_S = 0.5
 """A step that no chat waits for may take so long: a cancel, or whoever comes next, still has to."""
 FEWEST_TOKENS = 8
@@ -26,9 +26,13 @@ FASTER_SHARE = 0.8
 class StepPace:
     """Two estimates: what a step costs beside its prefill, and what each token of a prefill adds."""
 
-    def __init__(self, goal_s: float = 0.0) -> None:
-        """``goal_s``: how long a step may take while chats are running. 0: any step, as long as it likes."""
+    def __init__(self, goal_s: float = 0.0, first_tokens: int | None = None) -> None:
+        """``goal_s``: how long a step may take while chats are running. 0: any step, as long as it likes.
+
+        ``first_tokens``: most that a step may take on before any has told how long they take.
+        """
         self.goal_s = goal_s
+        self._first_tokens = first_tokens
         self._decode_s = 0.0
         self._token_s = 0.0
 
@@ -50,7 +54,7 @@ class StepPace:
         if not self.goal_s:
             return budget
         if not self._token_s:
-            return min(budget, FIRST_TOKENS)
+            return budget if self._first_tokens is None else min(budget, self._first_tokens)
         seconds = self.goal_s - self._decode_s if beside_chats else max(self.goal_s, LONE_GOAL_S)
         affordable = int(seconds / self._token_s)
         return min(budget, max(FLOOR, affordable - affordable % GRAIN))

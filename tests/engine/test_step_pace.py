@@ -81,9 +81,10 @@ def test_a_quick_machine_cuts_no_prompt() -> None:
 
 
 def test_the_first_prompt_is_begun_with_care() -> None:
-    scheduler = make_scheduler(StepPace(0.1))
-    add(scheduler, 1, 2000)
-    assert step(scheduler)[0].num_tokens == FIRST_TOKENS
+    for first_tokens in (FIRST_TOKENS, None):
+        scheduler = make_scheduler(StepPace(0.1, first_tokens))
+        add(scheduler, 1, 2000)
+        assert step(scheduler)[0].num_tokens == (first_tokens or 2000)
 
 
 def test_it_follows_a_machine_that_becomes_slower() -> None:
