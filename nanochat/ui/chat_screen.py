@@ -270,7 +270,8 @@ class ChatScreen(PaneScreen):
         )
         (self._panel if self._panel.display else self._stats_line).show(snapshot)
         self._header.show(self.load_state, busy_label(stats))
-        self.pane(workspace.active).update_live()
+        for pane in self._panes.values():  # two are in view when chats are compared
+            pane.update_live()
         self.show_tabs()
 
 

@@ -6,12 +6,18 @@ from pathlib import Path
 
 from nanochat.settings import Preset
 from nanochat.ui.chat import Chat
+from nanochat.ui.chat_pane import ChatPane
 from nanochat.ui.message import AnswerMessage, BranchLabel, UserMessage
-from tests.ui.driver import ENDLESS, LONG, Driver, started
+from tests.ui.driver import ENDLESS, LONG, Driver, plain, started
 
 
 def questions(chat: Chat) -> list[str]:
     return [message.text for message in chat.path if message.role == "user"]
+
+
+def live_line(pane: ChatPane) -> str:
+    answers = list(pane.query(AnswerMessage))
+    return plain(answers[-1].query_one(".answer-footer")) if answers else ""
 
 
 def chats(driver: Driver) -> list[Chat]:
@@ -100,6 +106,19 @@ async def test_two_settings_are_compared_side_by_side(tiny_llama: Path) -> None:
         assert [pane.display for pane in panes] == [False, False, True]
         await driver.ask("Fourth")
         assert questions(left)[-1] == "Third"
+
+
+async def test_both_sides_say_how_their_answers_get_on(long_llama: Path) -> None:
+    async with started(long_llama, sampling=ENDLESS, **LONG) as driver:
+        await driver.say("First")
+        await driver.until(lambda: driver.chat.live and driver.chat.live.answer.num_tokens)
+        await driver.press("escape")
+        await driver.until_idle()
+        await driver.say("/compare top_k=1 | top_k=2")
+        await driver.until(lambda: len(chats(driver)) == 3)
+        panes = [driver.app.main_screen.pane(chat) for chat in chats(driver)[1:]]
+        for pane in panes:
+            await driver.until(lambda pane=pane: "tokens" in live_line(pane))
 
 
 async def test_closing_one_side_ends_the_comparison(tiny_llama: Path) -> None:
