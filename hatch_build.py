@@ -20,7 +20,8 @@ class NativeKernelsHook(BuildHookInterface):  # type: ignore[type-arg]
         """Called before a wheel is built, an editable one too."""
         module = runpy.run_path(str(Path(self.root) / NATIVE / "build.py"))
         try:
-            built = module["build"]()
+            # Another extra of an installed copy is no reason to compile for a minute again.
+            built = "built already" if module["is_current"]() else module["build"]()
         except (RuntimeError, OSError) as error:
             self.app.display_warning(f"No native kernels for the CPU ({error}): PyTorch's are used.")
             return

@@ -22,7 +22,8 @@ from nanochat.ui.transcript import Transcript
 PLACEHOLDER = "Ask something, or / for commands"
 UNSEEN_S = 1.0
 """What drawing is said to take in a pane out of view, so that its text comes seldom, and costs next to nothing."""
-EDITING = "Editing: Enter sends it as another branch, Esc leaves it"
+EDITING = "Editing: Enter sends a branch, Esc leaves"
+"""Short enough for a prompt beside the panel in 100 columns."""
 
 
 class ChatPane(Vertical):

@@ -77,6 +77,8 @@ async def test_editing_by_key_resends_as_a_branch_and_keys_walk_it(tiny_llama: P
         await driver.press("f6")
         assert driver.prompt.text == "Second"
         assert "Editing" in str(driver.prompt.border_title)
+        await driver.pilot.resize_terminal(100, 30)
+        await driver.until_seen("Esc leaves")
         await driver.press("f6")
         assert driver.prompt.text == "First"
         await driver.press("!", "enter")
