@@ -128,6 +128,19 @@ def test_attention_of_all_sizes_of_heads(dtype: torch.dtype, int8: bool) -> None
             close(actual, expected, 1.6e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("row", [(5, 40), (40, 40)])
+def test_a_key_that_is_no_number_shows_in_the_answer(dtype: torch.dtype, row: tuple[int, int]) -> None:
+    """A broken model must not look healthy: few rows and many, every query that sees the key."""
+    if row[0] > 32:
+        skip_what_would_be_rounded(dtype)
+    case = make_case([row], dtype=dtype)
+    slot = int(case.batch.block_tables[0, 0]) * case.cache.block_size
+    case.cache.k.flatten(0, 1)[slot] = float("nan")
+    assert reference.attention(case.q, case.cache, case.batch, scale=0.1).isnan().all()
+    assert ops.attention(case.q, case.cache, case.batch, scale=0.1).isnan().all()
+
+
 def test_what_is_not_native_is_refused() -> None:
     x = randn(40, 64, dtype=torch.bfloat16)
     with pytest.raises(NotNative, match="groups"):

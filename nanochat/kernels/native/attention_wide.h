@@ -65,7 +65,7 @@ INLINE void pack_tile(const Op *op, const Run *run, const Tile *tile, int type) 
 INLINE vf power_of_two(vf x) {
 #ifdef __AVX512BF16__
     /* Within 2^-18: the series of e^(r ln 2), and r at most half. */
-    const __m512 at_least = _mm512_max_ps((__m512)x, _mm512_set1_ps(-150.0f)), n = _mm512_roundscale_ps(at_least, 0);
+    const __m512 at_least = _mm512_max_ps(_mm512_set1_ps(-150.0f), (__m512)x), n = _mm512_roundscale_ps(at_least, 0);
     const vf r = (vf)_mm512_sub_ps(at_least, n);
     vf p = splat(1.3333558e-3f);
     p = p * r + 9.6181291e-3f;

@@ -180,11 +180,11 @@ INLINE void store_one(void *p, int type, int64_t i, float x) {
 /* Whole numbers, ties to even; for magnitudes below 2^22. */
 INLINE vf nearest(vf x) { return (x + 12582912.0f) - 12582912.0f; }
 
-/* e^x within 2 units in the last place; 0 below -87.3. The polynomial is that of Cephes' expf. */
+/* e^x within 2 units in the last place; 0 below -87.3, NaN of NaN. The polynomial is that of Cephes' expf. */
 INLINE vf exponential(vf x) {
-    x = smaller(x, splat(88.3f));
-    vi vanishes = x < -87.3f;
-    x = larger(x, splat(-87.3f));
+    x = smaller(splat(88.3f), x); /* of a NaN and a number, the second */
+    vi vanishes = x < -87.3f, is_number = x == x;
+    x = larger(splat(-87.3f), x);
     vf shifted = x * 1.44269504f + 12582912.0f;
     vf n = shifted - 12582912.0f;
     vf r = x - n * 0.693359375f;
@@ -197,7 +197,7 @@ INLINE vf exponential(vf x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     vi power = ((vi)shifted - 0x4b400000) << 23;
-    return choose(vanishes, (vf){0}, (vf)((vi)p + power));
+    return choose(vanishes, (vf){0}, choose(is_number, (vf)((vi)p + power), x));
 }
 
 INLINE vf hyperbolic_tangent(vf x) {
