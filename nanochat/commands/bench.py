@@ -204,6 +204,7 @@ def describe(engine: Engine, load_s: float) -> dict[str, Any]:
     return {
         "model": engine.model_name,
         "device": engine.device_name,
+        "compute": engine.compute_name,
         "dtype": engine.dtype_name,
         "kv_dtype": engine.kv_dtype_name,
         "kv_tokens": stats.blocks_total * engine.config.block_size,
@@ -216,7 +217,7 @@ def describe(engine: Engine, load_s: float) -> dict[str, Any]:
 def heading(about: Mapping[str, Any]) -> str:
     """What is measured, on one line."""
     return (
-        f"{sanitize_line(about['model'])} · {about['device']} · {about['dtype']}, {about['weights_mib']:,.0f} MiB · "
+        f"{sanitize_line(about['model'])} · {about['compute']} · {about['dtype']}, {about['weights_mib']:,.0f} MiB · "
         f"KV {about['kv_dtype']}, {about['kv_tokens']:,} tokens · loaded in {about['load_s']:.1f} s"
     )
 

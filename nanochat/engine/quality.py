@@ -226,14 +226,19 @@ class QualityMeter:
     def _decode(self, tokens: Sequence[int], spans: DecodeSpans) -> tuple[TokenScores, np.ndarray]:
         """Scores of the spans' tokens, and greedy answers ``[C, windows, n]`` to what comes before them."""
         scores, answers = [], []
+        total = len(spans.windows) * spans.length
         for first in range(0, len(spans.windows), self._rows):
-            self._progress(Progress("Scoring by decode", first, len(spans.windows)))
+
+            def report(scored: int, before: int = first * spans.length) -> None:
+                self._progress(Progress("Scoring by decode", before + scored, total, "tokens"))
+
+            report(0)
             rows = [tokens[window.begin : window.end] for window in spans.windows[first : first + self._rows]]
             prompts = [row[: -spans.length] for row in rows]
             self._scorer.fill(prompts)
             if self.options.compare:
                 answers.append(self._scorer.roll_out(prompts, min(ROLLOUT_TOKENS, spans.length)))
-            scores.append(self._scorer.decode(rows, len(prompts[0])))
+            scores.append(self._scorer.decode(rows, len(prompts[0]), report))
         return TokenScores.concatenate(scores), np.concatenate(answers, axis=1) if answers else np.empty(0)
 
     def _summarise(self, scores: TokenScores) -> PathQuality:

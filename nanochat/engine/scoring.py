@@ -6,7 +6,7 @@ token. Knows nothing of texts, windows, schedules or files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,10 +90,13 @@ class Scorer:
                 pass
 
     @torch.inference_mode()
-    def decode(self, rows: Sequence[Sequence[int]], first: int) -> TokenScores:
+    def decode(
+        self, rows: Sequence[Sequence[int]], first: int, report: Callable[[int], None] = lambda _: None
+    ) -> TokenScores:
         """Score ``tokens[first:]`` of rows of one length by decoding, given the right token at every step.
 
-        ``tokens[:first]`` are the prompts that were filled last. Tokens of a row lie side by side.
+        ``tokens[:first]`` are the prompts that were filled last. Tokens of a row lie side by side. ``report`` is told
+        how many are scored.
         """
         requests = [self._request(row, tokens) for row, tokens in enumerate(rows)]
         length = len(rows[0])
@@ -102,6 +105,7 @@ class Scorer:
             plan = _decode_plan(requests, position)
             hidden = [runner.hidden_states(plan) for runner in self._runners]
             steps.append(self._score(hidden, [tokens[position + 1] for tokens in rows]))
+            report(len(steps) * len(rows))
         by_row = np.arange(len(steps) * len(rows)).reshape(len(steps), len(rows)).T.ravel()
         return TokenScores.concatenate(steps).take(by_row)
 

@@ -97,7 +97,7 @@ class GroupActions(SettingsActions):
             fork = self.workspace.fork(chat)
             text = take_question(fork)
             self.archive.forked(chat, fork)
-            fork.title = title_from(written)
+            fork.title = title_from(f"{written} · {chat.title}")
             if system is not None:
                 fork.system = system
             fork.sampling = {**chat.sampling, **settings}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nanochat.ui.chat import NEW_TITLE, Chat
+from nanochat.ui.chat import NEW_TITLE, Chat, title_from
 from nanochat.ui.theme import NUM_TAB_COLOURS
 
 
@@ -69,9 +69,9 @@ class Workspace:
         return self.chats.index(chat) + 1
 
     def fork(self, chat: Chat) -> Chat:
-        """A copy of a chat, named after its tab; not open yet."""
+        """A copy of a chat, named after it; not open yet."""
         other = chat.fork()
-        other.title = f"Fork of {self.number(chat)}" if chat.title != NEW_TITLE else NEW_TITLE
+        other.title = title_from(f"Fork of {chat.title}") if chat.title != NEW_TITLE else NEW_TITLE
         return other
 
     def toggle_mark(self, chat: Chat) -> None:

@@ -35,7 +35,7 @@ def test_for_people_and_only_what_is_asked_for(tiny_llama: Path, capsys: pytest.
         main(["bench", "--workload", "long", "--workload", "turns", "--model", str(tiny_llama), *QUICK]) == 0
     )
     printed = capsys.readouterr().out
-    assert "tiny-llama · cpu · float32" in printed
+    assert "tiny-llama · cpu fp32 · float32" in printed
     assert [line.split()[0] for line in printed.splitlines() if line[0] != " "][1:] == [
         "long",
         "turns",

@@ -188,6 +188,11 @@ class TestShapes:
         stages = [progress.stage for progress in seen if progress.stage.startswith("Scoring")]
         assert set(stages) == {"Scoring by prefill", "Scoring by decode"}
         assert all(progress.done <= progress.total for progress in seen if progress.total)
+        decoded = [
+            (progress.done, progress.total) for progress in seen if progress.stage == "Scoring by decode"
+        ]
+        assert decoded == sorted(decoded)
+        assert decoded[-1][0] == decoded[-1][1]  # token by token: one window may take minutes
 
 
 class TestMistakes:

@@ -117,7 +117,7 @@ async def test_a_fork_shares_blocks_with_its_original(tiny_llama: Path) -> None:
     async with started(tiny_llama, sampling=ENDLESS | {"max_tokens": 60}) as driver:
         await driver.ask("A question long enough to fill several blocks of the cache")
         await driver.press("ctrl+f")
-        assert driver.chat.title == "Fork of 1"
+        assert driver.chat.title.startswith("Fork of A question long enough")
         assert len(driver.pane.query(AnswerMessage)) == 1
         await driver.ask("More")
         answer = driver.chat.last_answer

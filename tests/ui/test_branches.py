@@ -165,7 +165,7 @@ async def test_a_fork_is_saved_and_lives_on_its_own(tiny_llama: Path, tmp_path: 
         await driver.ask("Only in the original")
     async with started(tiny_llama, history=file) as driver:
         chats = driver.app.main_screen.workspace.chats
-        assert [chat.title for chat in chats] == ["Root", "Fork of 1"]
+        assert [chat.title for chat in chats] == ["Root", "Fork of Root"]
         assert [[message.text for message in chat.path if message.role == "user"] for chat in chats] == [
             ["Root", "Only in the original"],
             ["Root", "Only in the fork"],
@@ -180,7 +180,7 @@ async def test_continuing_an_answer_leaves_its_fork_as_it_is(tiny_llama: Path) -
         await driver.until_idle()
         assert len(driver.answer_text()) > len(text)
         await driver.press("f4")
-        assert driver.chat.title == "Fork of 1"
+        assert driver.chat.title == "Fork of Go"
         assert driver.answer_text() == text
         assert driver.chat.path[-1].answer.text == sanitize(text)
 
@@ -201,7 +201,7 @@ async def test_a_fork_of_a_continued_answer_has_what_was_there(long_llama: Path,
         assert not driver.chat.is_busy
     with History(file) as history:
         texts = {chat.title: history.path(chat.id)[-1].text for chat in history.list_chats()}
-    assert texts["Fork of 1"] == forked
+    assert texts["Fork of Go"] == forked
     assert len(texts["Go"]) > len(forked) + 20
 
 

@@ -175,6 +175,6 @@ def test_tabs_keep_their_order_and_colours() -> None:
     assert workspace.find(newest.id) is None
 
 
-def test_a_fork_is_named_after_its_tab() -> None:
+def test_a_fork_is_named_after_its_chat() -> None:
     workspace = Workspace(answered(Chat(), ("q", "a")))
-    assert workspace.fork(workspace.active).title == "Fork of 1"
+    assert workspace.fork(workspace.active).title == f"Fork of {workspace.active.title}"

@@ -78,6 +78,7 @@ async def test_two_settings_are_compared_side_by_side(tiny_llama: Path) -> None:
         await driver.until_idle()
         original, left, right = chats(driver)
         assert driver.chat is left
+        assert left.title == "brief · First"
         assert [questions(chat) for chat in (original, left, right)] == [["First", "Second"]] * 3
         lengths = [len(chat.path[-1].output.token_ids) for chat in (left, right)]
         assert lengths == [3, 5]
