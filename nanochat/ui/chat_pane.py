@@ -181,7 +181,7 @@ class ChatPane(Vertical):
     def scroll_page(self, direction: int) -> None:
         """A page up (-1) or down (1)."""
         if direction < 0:
-            self._transcript.scroll_page_up(animate=False)
+            self._transcript.page_up()
         else:
             self._transcript.scroll_page_down(animate=False)
 

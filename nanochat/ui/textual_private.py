@@ -9,6 +9,7 @@ from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual._styles_cache import StylesCache
 from textual.app import App
 from textual.screen import Screen
+from textual.widget import Widget
 from textual.widgets import TextArea
 
 _AltDigit = Enum("_AltDigit", {f"ALT_{digit}": f"alt+{digit}" for digit in range(10)})  # type: ignore[misc]
@@ -45,6 +46,11 @@ def retake_terminal(app: App[Any]) -> None:
     if driver is not None and driver.can_suspend and driver._auto_restart:
         driver.suspend_application_mode()
         driver.resume_application_mode()
+
+
+def follows_end(widget: Widget) -> bool:
+    """Whether a widget keeps its end in view, also where what was added has not been scrolled to yet."""
+    return widget._anchored and not widget._anchor_released
 
 
 def let_go(area: TextArea, screen: Screen[Any]) -> None:

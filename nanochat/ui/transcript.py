@@ -16,6 +16,7 @@ from nanochat.ui.chat import Chat, Message, Note
 from nanochat.ui.markdown_view import MarkdownView
 from nanochat.ui.message import AnswerMessage, NoteView, UserMessage
 from nanochat.ui.pace import Pace
+from nanochat.ui.textual_private import follows_end
 
 WINDOW = 30
 """Messages shown at first."""
@@ -113,6 +114,12 @@ class Transcript(VerticalScroll):
         self._column.mount(view)
         self.anchor()
 
+    def page_up(self) -> None:
+        """A page up: from the end, where that is followed, though the view may not have come there yet."""
+        if follows_end(self):
+            self.scroll_end(animate=False, immediate=True)
+        self.scroll_page_up(animate=False)
+
     def answers(self) -> list[AnswerMessage]:
         """The answers that are shown, from oldest to newest."""
         return [widget for group in self._groups for widget in group if isinstance(widget, AnswerMessage)]
@@ -195,7 +202,7 @@ class Transcript(VerticalScroll):
         """Add messages at one end; what is in view stays where it is."""
         fixed = self._first_in_view()
         offset = fixed.virtual_region.y - self.scroll_y
-        is_following = at_top and self.scroll_y >= self.max_scroll_y
+        is_following = at_top and follows_end(self)
         self._is_moving = True
         if not is_following:
             self.release_anchor()
@@ -232,15 +239,21 @@ class Transcript(VerticalScroll):
         if not views or self._is_moving:
             return
         fixed = self._first_in_view()
-        offset = fixed.virtual_region.y - self.scroll_y
-        is_following = self.scroll_y >= self.max_scroll_y
+        before = fixed.virtual_region.y
         self._pace.begin()
         for view in reversed(views):
             view.lay_out_more()
             if not self._pace.has_time():
                 break
-        if not is_following:
-            self.call_after_refresh(self._hold, fixed, offset)
+        self._is_moving = True
+        self.call_after_refresh(self._move_along, fixed, before)
+
+    def _move_along(self, fixed: Widget, before: int) -> None:
+        """Scroll as far as a message was moved from its place, unless the end is followed; the user may have scrolled."""
+        self._is_moving = False
+        moved = fixed.virtual_region.y - before if fixed.is_attached else 0
+        if moved and not follows_end(self):
+            self.scroll_to(y=self.scroll_y + moved, animate=False, immediate=True)
 
     def _hold(self, fixed: Widget, offset: float) -> None:
         """Scroll so that a message stands where it stood: so many lines below the top of the view."""

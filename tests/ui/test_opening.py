@@ -10,10 +10,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from textual.widget import Widget
 
 from nanochat.history import History
 from nanochat.ui import pace
 from nanochat.ui.markdown_view import MarkdownView
+from nanochat.ui.transcript import Transcript
 from tests.ui.driver import Driver, started
 from tests.ui.test_search import import_chat
 
@@ -95,14 +97,29 @@ async def test_what_is_in_view_stays_while_a_long_answer_above_it_is_laid_out(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pace, "SLICE_S", 0.0)
+    lay_out_more = Transcript._lay_out_more
+    monkeypatch.setattr(Transcript, "_lay_out_more", lambda self: None)  # until the user has scrolled
     file = tmp_path / "history.db"
     texts = ["question", PARAGRAPHS[:40_000], *[f"message {n}\n\nand more" for n in range(16)]]
     import_chat(file, "Long", texts, as_tab=True)
     async with started(tiny_llama, history=file, hold=True) as driver:
         await driver.until_seen("message 15")
+        transcript = driver.pane.query_one(Transcript)
+        views = driver.pane.query(MarkdownView)
+        while any(not view.is_complete for view in list(views)[1:]):
+            lay_out_more(transcript)
+            await driver.pilot.pause()
         await driver.press("pageup")
-        held = driver.screen_text().split("\n")[3:15]
-        above = driver.pane.query(MarkdownView).first()
-        assert not above.is_complete
-        await until_laid_out(driver)
-        await driver.until(lambda: driver.screen_text().split("\n")[3:15] == held)
+
+        def place() -> tuple[Widget, float]:
+            """The first message in view, and how far its top is above the view's."""
+            first = transcript._first_in_view()
+            return first, first.virtual_region.y - transcript.scroll_y
+
+        held = place()
+        assert not views.first().is_complete
+        assert held[0] is not views.first().parent
+        while not views.first().is_complete:
+            lay_out_more(transcript)
+            await driver.pilot.pause()
+        await driver.until(lambda: place() == held)
