@@ -52,6 +52,11 @@ def install_hint(extra: str) -> str:
     return f"add it in nanochat's own folder with .venv/bin/pip install -e '.[{extra}]'."
 
 
+def has_long_number(error: Exception) -> bool:
+    """Whether a text was refused for a number of too many digits: Python's words for it are advice for programmers."""
+    return "set_int_max_str_digits" in str(error)
+
+
 def one_line(error: BaseException, limit: int = 200) -> str:
     """An error's own words, fit for a terminal: printable, on one line, of at most ``limit`` characters."""
     return "".join(filter(str.isprintable, " ".join(str(error).split())))[:limit]

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from nanochat.bounded import read_at_most
 from nanochat.engine.config import EngineConfig, SamplingParams, as_written
-from nanochat.errors import InvalidOption
+from nanochat.errors import InvalidOption, has_long_number
 
 MAX_BYTES = 2**20
 """Of a settings file."""
@@ -127,8 +127,7 @@ def load_settings(file: Path | None = None) -> Settings:
     try:
         content = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also numbers with thousands of digits, and deep nesting
-        # Of numbers with too many digits, Python's own words are advice for programmers.
-        why = "a number in it is too long" if "int_max_str_digits" in str(error) else f"{error!s:.200}"
+        why = "a number in it is too long" if has_long_number(error) else f"{error!s:.200}"
         raise InvalidOption(f"The settings file {path} isn't valid TOML: {why}.") from error
     return _parse(content, path)
 

@@ -26,6 +26,7 @@ from nanochat.engine.seats import Seats
 from nanochat.engine.step_inputs import StepInputs, StepShape, input_bytes, pack_step
 from nanochat.engine.step_plan import StepPlan
 from nanochat.kernels.cache import AttentionBatch, LayerCache
+from nanochat.kernels.tuning import padded_rows
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     sizes, size = [], 1
     while size < max_num_seqs:
         sizes.append(size)
-        size = 2 * size if size < 8 else size + max(8, 1 << (size.bit_length() - 4))
+        size = padded_rows(size + 1)
     return [*sizes, max_num_seqs]
 
 

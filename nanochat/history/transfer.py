@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn, get_args
 
-from nanochat.errors import HistoryError
+from nanochat.errors import HistoryError, has_long_number
 from nanochat.history.records import MAX_TIME, Chat, Message, Role, State, storable_text, usable_time
 from nanochat.sanitize import sanitize
 
@@ -132,8 +132,7 @@ def parse_json(data: str | bytes) -> tuple[Chat, list[Message]]:
     except RecursionError:
         raise HistoryError("The file can't be imported: it is nested too deeply.") from None
     except ValueError as error:  # also text that isn't UTF-8 and numbers with thousands of digits
-        is_number = "set_int_max_str_digits" in str(error)  # Python's advice is for programmers
-        reason = "a number in it has too many digits" if is_number else str(error)
+        reason = "a number in it has too many digits" if has_long_number(error) else str(error)
         raise HistoryError(f"The file can't be imported: it isn't valid JSON ({reason}).") from None
     fields = _Fields(content, "the chat")
     if fields.get("format") != FORMAT:

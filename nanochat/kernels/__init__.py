@@ -183,9 +183,7 @@ def linear_add_norm(
 
 def finished(x: Normed) -> torch.Tensor:
     """The rows ``[T, hidden]`` of ``x``, divided by their norm if that was still to come."""
-    if x.squares is None or x.values.device.type == "cpu":
-        return x.finished()
-    return _backend(x.values).divide_norm(x)
+    return x.finished() if x.values.device.type == "cpu" else _backend(x.values).divide_norm(x)
 
 
 def _shared(weight: torch.Tensor, scratch: dict[Any, Any] | None) -> dict[str, Any]:

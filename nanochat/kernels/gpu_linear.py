@@ -9,8 +9,8 @@ part of it: SiLU and product, the residual's addition, and the RMS norm, whose w
 while its division is left to the next map (see `Normed`).
 
 Every program has ``16 * repeat`` outputs. What this module's functions leave to others: more rows to
-`gpu_linear_split` on Hopper; larger batches, other types and shapes to cuBLAS. In Gluon, which
-lets a kernel choose its layouts; it is part of the triton package.
+`gpu_linear_split` on Hopper; larger batches, other types and shapes to cuBLAS. In Gluon, which lets a kernel
+choose its layouts; it is part of the triton package.
 
 Knows nothing of models.
 """
@@ -189,8 +189,8 @@ def launch_linear(
         x.eps,
         IN_SIZE=in_size,
         OUT_SIZE=out_size,
-        SQUARES=0 if x.squares is None else x.squares.shape[0],
-        SQUARES_TILE=16 if x.squares is None else max(16, next_power_of_2(x.squares.shape[0])),
+        SQUARES=x.num_parts,
+        SQUARES_TILE=max(16, next_power_of_2(x.num_parts)),
         SPLIT=config.split,
         STEP=config.step,
         REPEAT=config.repeat,

@@ -95,22 +95,22 @@ def _norm_kernel(
 
 def divide_norm(x: Normed) -> torch.Tensor:
     """`Normed.finished` as one launch, of dense rows whose division is still to come."""
-    values, squares = x.values, x.squares
-    if squares is None:
+    values = x.values
+    if x.squares is None:
         return values
     rows, hidden = values.shape
     out = torch.empty_like(values)
     dependent = dependent_launch(values.device)
     _divide_kernel[(rows,)](
         values,
-        squares,
+        x.squares,
         out,
         rows,
-        squares.shape[0],
+        x.num_parts,
         x.eps,
         HIDDEN=hidden,
         BLOCK=next_power_of_2(hidden),
-        PARTS=next_power_of_2(squares.shape[0]),
+        PARTS=next_power_of_2(x.num_parts),
         DEPENDENT=dependent,
         num_warps=4,
         launch_pdl=dependent,

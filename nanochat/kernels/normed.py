@@ -21,6 +21,11 @@ class Normed:
     """``[P, T]`` float32: sums over ``P`` parts of ``x ** 2``; None where the division is done."""
     eps: float = 0.0
 
+    @property
+    def num_parts(self) -> int:
+        """Of how many sums of squares the norm is made; 0 where the division is done."""
+        return 0 if self.squares is None else self.squares.shape[0]
+
     def finished(self) -> torch.Tensor:
         """The normed rows ``[T, hidden]``."""
         if self.squares is None:

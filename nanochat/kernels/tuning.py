@@ -40,7 +40,10 @@ class PrefillConfig:
 
 
 def padded_rows(rows: int) -> int:
-    """Rows of the recorded step that a step of so many decodes is padded to, or of a larger one that pads alike."""
+    """Rows of the recorded step that a step of so many decodes is padded to, where more than those may run at once.
+
+    Powers of two up to 8, then multiples of 8, and from 128 on of more, so that padding stays within an eighth.
+    """
     if rows <= 8:
         return 1 << max(rows - 1, 0).bit_length()
     multiple = max(8, 1 << ((rows - 1).bit_length() - 4))

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from nanochat.errors import has_long_number
+
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _LINE_BREAKS = str.maketrans({"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 """Clients that split a stream at what Unicode calls a line break must not find one in a text."""
@@ -78,7 +80,7 @@ def from_json(body: bytes | bytearray) -> Any:
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except ValueError as error:
-        if "set_int_max_str_digits" in str(error):  # Python's advice is for programmers, not for clients
+        if has_long_number(error):
             raise ValueError("a number in it has too many digits") from error
         raise
 

@@ -301,9 +301,8 @@ class NanochatApp(App[None]):
         try:
             if self._main is not None:
                 self._main.keep_drafts()
-        except (
-            Exception
-        ):  # the app may have failed, or hang in the midst of anything: chats are still to be saved
+        except Exception:
+            # The app may have failed, or hang in the midst of anything: chats are still to be saved.
             logger.exception("what stands in the prompts could not be read")
         self.unsaved = self._archive.close(CLOSE_WAIT_S) or self.unsaved
 

@@ -221,8 +221,8 @@ class Transcript(VerticalScroll):
                 self.call_after_refresh(settle, tries - 1)
                 return
             self._is_moving = False
-            if not is_following:
-                self._hold(fixed, offset)
+            if not is_following and fixed.is_attached:
+                self.scroll_to(y=fixed.virtual_region.y - offset, animate=False, immediate=True)
             self._look_soon()
 
         self.call_after_refresh(settle, MAX_TRIES)
@@ -254,11 +254,6 @@ class Transcript(VerticalScroll):
         moved = fixed.virtual_region.y - before if fixed.is_attached else 0
         if moved and not follows_end(self):
             self.scroll_to(y=self.scroll_y + moved, animate=False, immediate=True)
-
-    def _hold(self, fixed: Widget, offset: float) -> None:
-        """Scroll so that a message stands where it stood: so many lines below the top of the view."""
-        if fixed.is_attached:
-            self.scroll_to(y=fixed.virtual_region.y - offset, animate=False, immediate=True)
 
     def _first_in_view(self) -> Widget:
         for group in self._groups:
