@@ -82,6 +82,9 @@ class MarkdownDocument:
     def layout(self, width: int, has_time: Callable[[], bool] = no_limit) -> int:
         """Bring :attr:`lines` up to date for a width in cells, by one piece at least.
 
+        With pieces left for another time, what is still open isn't laid out, but for a first line to show:
+        it may grow long before it is complete, and would cost its whole length each time.
+
         Args:
             has_time: asked after each piece whether to take in another one.
 
@@ -99,12 +102,13 @@ class MarkdownDocument:
         blocks = self._take_piece(end)
         while self._taken < end and has_time():
             blocks = self._take_piece(end)
-        del self.lines[self._closed_lines :]
-        self._add(blocks)
         self._length = self._taken
-        if self._taken == end < len(self.source):
-            self._length = len(self.source)
-            self._say_more_follows()
+        if self._taken == end or not self.lines:
+            del self.lines[self._closed_lines :]
+            self._add(blocks)
+            if self._taken == end < len(self.source):
+                self._length = len(self.source)
+                self._say_more_follows()
         if self._is_finished and self.is_complete:
             self._layout.clear()
         return start + _common_length(before, self.lines[start:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from textual.widget import Widget
 
 from nanochat.history import History
 from nanochat.ui import pace
+from nanochat.ui.markdown_document import MarkdownDocument
 from nanochat.ui.markdown_view import MarkdownView
 from nanochat.ui.transcript import Transcript
 from tests.ui.driver import Driver, started
@@ -123,3 +124,24 @@ async def test_what_is_in_view_stays_while_a_long_answer_above_it_is_laid_out(
             lay_out_more(transcript)
             await driver.pilot.pause()
         await driver.until(lambda: place() == held)
+
+
+async def test_a_scroll_bar_that_appears_does_not_begin_the_layout_anew(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text's first slices fit the view, then a bar is needed: with another width it would begin anew, without one."""
+    monkeypatch.setattr(pace, "SLICE_S", 0.0)
+    widths = set[int]()
+    layout = MarkdownDocument.layout
+
+    def note_width(document: MarkdownDocument, width: int, *how: Callable[[], bool]) -> int:
+        widths.add(width)
+        return layout(document, width, *how)
+
+    monkeypatch.setattr(MarkdownDocument, "layout", note_width)
+    file = tmp_path / "history.db"
+    import_chat(file, "Long", ["question", PARAGRAPHS[:40_000]], as_tab=True)
+    async with started(tiny_llama, history=file, hold=True, size=(100, 50)) as driver:
+        await until_laid_out(driver)
+        assert driver.pane.query_one(Transcript).max_scroll_y > 100
+    assert len(widths) == 1
