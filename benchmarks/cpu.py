@@ -196,7 +196,7 @@ def main() -> None:
     report = {
         "engine": args.engine,
         "variant": args.gguf.stem if args.engine == "llama_cpp" else args.weights,
-        **describe_machine(),
+        **describe_machine(device="cpu"),
         "about": peer.about,
         "medians": medians,
         "best": {key: (max if key in HIGHER_IS_BETTER else min)(pick(key)) for key in runs[0]},

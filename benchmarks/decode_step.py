@@ -23,9 +23,9 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.engine import SHAPES, model_config
 from benchmarks.kernel_harness import copy_bandwidth
 from benchmarks.machine import describe_machine
+from benchmarks.random_model import SHAPES, model_config
 from nanochat.engine.config import SamplingParams
 from nanochat.engine.models.decoder import Decoder
 from nanochat.engine.models.families import load_model_config

@@ -33,45 +33,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.machine import describe_machine
-from benchmarks.servers import Served, Server, TransformersBatching
+from benchmarks.random_model import SHAPES, write_random_model
+from benchmarks.servers import Served, Server, TransformersBatching, decode_rate
 from nanochat import Engine, EngineConfig, SamplingParams
+from nanochat.engine.handle import RequestHandle
 from nanochat.engine.loading import RECORDING_STAGE
-
-SHAPES: dict[str, dict[str, int]] = {
-    "qwen3-0.6b": {
-        "vocab_size": 151_936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "qwen3-8b": {
-        "vocab_size": 151_936,
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-    },
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    },
-}
-
 
 WARM_UPS = 3
 """Runs that compile, and find out what is worth recording."""
@@ -105,82 +73,6 @@ WORKLOADS: dict[str, Workload] = {
     "P4-2048": Workload(4, (2_048, 2_048), (1, 1)),
     "P8": Workload(8, (2_048, 2_048), (1, 1)),
 }
-
-
-def model_config(shape: dict[str, int]) -> dict[str, Any]:
-    """What the ``config.json`` of a Qwen3 model of this shape says."""
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "max_position_embeddings": 40_960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "eos_token_id": 0,
-        "torch_dtype": "bfloat16",
-        **shape,
-    }
-
-
-def write_random_model(folder: Path, shape: dict[str, int], seed: int = 0) -> Path:
-    """A Qwen3 model of this shape in Hugging Face form, with random BF16 weights; returns its folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model_config(shape)))
-    _write_weights(folder, shape, seed)
-    vocab = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    return folder
-
-
-def _write_weights(folder: Path, shape: dict[str, int], seed: int) -> None:
-    """Random weights in one file a layer, and one for the rest, so that not all are in memory at once."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # 8 billion take minutes on a CPU
-    generator = torch.Generator(device).manual_seed(seed)
-    files: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, size in _tensor_shapes(shape).items():
-        layer = name.split(".")[2] if name.startswith("model.layers.") else "rest"
-        files.setdefault(f"model-{layer}.safetensors", {})[name] = size
-    for file, sizes in files.items():
-        weights = {}
-        for name, size in sizes.items():
-            if len(size) == 1:
-                weights[name] = torch.ones(size, dtype=torch.bfloat16)
-            else:
-                values = torch.randn(size, generator=generator, device=device) / size[1] ** 0.5
-                weights[name] = values.bfloat16().cpu()
-        save_file(weights, str(folder / file), metadata={"format": "pt"})
-    index = {name: file for file, sizes in files.items() for name in sizes}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-
-
-def _tensor_shapes(shape: dict[str, int]) -> dict[str, tuple[int, ...]]:
-    hidden, inner, head_dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
-    queries, keys = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape["vocab_size"], hidden)}
-    if not shape.get("tie_word_embeddings", True):
-        shapes["lm_head.weight"] = (shape["vocab_size"], hidden)
-    for layer in range(shape["num_hidden_layers"]):
-        name = f"model.layers.{layer}"
-        shapes |= {
-            f"{name}.input_layernorm.weight": (hidden,),
-            f"{name}.self_attn.q_proj.weight": (queries, hidden),
-            f"{name}.self_attn.k_proj.weight": (keys, hidden),
-            f"{name}.self_attn.v_proj.weight": (keys, hidden),
-            f"{name}.self_attn.o_proj.weight": (hidden, queries),
-            f"{name}.self_attn.q_norm.weight": (head_dim,),
-            f"{name}.self_attn.k_norm.weight": (head_dim,),
-            f"{name}.post_attention_layernorm.weight": (hidden,),
-            f"{name}.mlp.gate_proj.weight": (inner, hidden),
-            f"{name}.mlp.up_proj.weight": (inner, hidden),
-            f"{name}.mlp.down_proj.weight": (hidden, inner),
-        }
-    return shapes | {"model.norm.weight": (hidden,)}
 
 
 def draw_requests(workload: Workload, vocab_size: int, seed: int) -> tuple[list[list[int]], list[int]]:
@@ -260,7 +152,10 @@ class Nanochat:
         if failed:
             raise RuntimeError(failed[0])
         self.token_ids = [output.token_ids for output in outputs]
-        return [Served(o.metrics.ttft_s or 0.0, len(o.token_ids), o.metrics.preemptions) for o in outputs]
+        return [
+            Served(o.metrics.ttft_s or 0.0, token_times(handle), o.metrics.preemptions)
+            for handle, o in zip(handles, outputs, strict=True)
+        ]
 
     def extras(self) -> dict[str, float]:
         """Medians over the last run's steps: the host's time, and on a GPU from one step's end to the next's."""
@@ -275,21 +170,29 @@ class Nanochat:
         self.engine.close()
 
 
+def token_times(handle: RequestHandle) -> list[float]:
+    """When each token of a finished request came, on the engine's clock; those of one step came together."""
+    return [event.time_s or 0.0 for event in handle for _ in event.token_ids]
+
+
 def run(server: Server, workload: Workload, vocab_size: int, seed: int) -> dict[str, float]:
-    """Submit everything, wait for everything. TTFT is the mean over requests; rates are of the whole."""
+    """Submit everything, wait for everything. TTFT is the mean over requests.
+
+    Rates are of the whole run, but that of decoding is of the time when every request had its first token.
+    """
     prompts, outs = draw_requests(workload, vocab_size, seed)
     started = time.perf_counter()
     served = server.serve(prompts, outs, workload.temperature)
     wall_s = time.perf_counter() - started
     last_ttft_s = max(each.ttft_s for each in served)
-    generated = sum(each.tokens for each in served)
+    generated = sum(len(each.token_s) for each in served)
     return {
         "wall_s": wall_s,
         "output_tok_s": generated / wall_s,
         "ttft_ms": statistics.mean(each.ttft_s for each in served) * 1e3,
         "ttft_last_ms": last_ttft_s * 1e3,
         "prefill_tok_s": sum(map(len, prompts)) / last_ttft_s,
-        "decode_tok_s": (generated - len(served)) / max(wall_s - last_ttft_s, 1e-9),
+        "decode_tok_s": decode_rate(served),
         "preemptions": float(sum(each.preemptions for each in served)),
         **server.extras(),
     }

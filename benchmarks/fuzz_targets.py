@@ -21,8 +21,8 @@ import gguf
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 
-from benchmarks.engine import SHAPES, write_random_model
 from benchmarks.fuzz_mutations import damage_bytes, damage_json, damage_template, damage_toml, damage_value
+from benchmarks.random_model import SHAPES, write_random_model
 from nanochat import Engine, EngineConfig, SamplingParams
 from nanochat.conversation import Conversation
 from nanochat.history import History

@@ -188,7 +188,7 @@ def main() -> None:
         with History(path) as history:
             longest_id = fill(history, options.chats, options.messages)
         machine = {
-            **describe_machine(),
+            **describe_machine(device="cpu"),
             "sqlite": sqlite3.sqlite_version,
             "chats": options.chats,
             "messages": options.messages,

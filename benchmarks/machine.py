@@ -11,11 +11,17 @@ from pathlib import Path
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
-def describe_machine(*packages: str) -> dict[str, str]:
-    """Today's date (UTC), the GPU or else the CPU, and the versions of Python, PyTorch and ``packages``."""
+def describe_machine(*packages: str, device: str = "auto") -> dict[str, str]:
+    """Today's date (UTC), what computed, and the versions of Python, PyTorch and ``packages``.
+
+    ``device`` is the one that was measured: "cpu" is described as such on a machine with a GPU too, "auto" and
+    "cuda" as the GPU if there is one, and then the processor of its host comes beside it.
+    """
+    gpu = None if device == "cpu" else describe_gpu()
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "hardware": describe_gpu() or describe_cpu(),
+        "hardware": gpu or describe_cpu(),
+        **({"host": describe_cpu()} if gpu else {}),
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", *packages)},
     }

@@ -58,7 +58,9 @@ def measure_transformers(
     meter = QualityMeter(config, options, progress)
     report = meter.measure(text)
     tokens = meter.model.tokenizer.encode(text)[: options.limit_tokens]
-    theirs = transformers_perplexity(meter.model.folder, tokens, report.ctx, report.stride, progress)
+    theirs = transformers_perplexity(
+        meter.model.folder, tokens, report.ctx, report.stride, progress, device=config.device
+    )
     ours = report.prefill.caches[0].perplexity
     print(f"{report.model}, {report.dtype}, {report.tokens:,} tokens in windows of {report.ctx:,}")
     print(f"nanochat {ours:.6f}   transformers {theirs:.6f}   difference {ours / theirs - 1:+.5%}")
@@ -88,18 +90,18 @@ def measure_weights(
 
 @torch.inference_mode()
 def transformers_perplexity(
-    folder: Path, tokens: list[int], ctx: int, stride: int, progress: ProgressCallback
+    folder: Path, tokens: list[int], ctx: int, stride: int, progress: ProgressCallback, *, device: str
 ) -> float:
-    """Perplexity of ``tokens`` by ``transformers``, in float32."""
+    """Perplexity of ``tokens`` by ``transformers``, in float32, on the same device as the engine's."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     windows = sliding_windows(len(tokens), ctx, stride)
     total, count = 0.0, 0
     for number, (begin, end, first_scored) in enumerate(windows):
         progress(Progress("Scoring by transformers", number, len(windows)))
-        targets = torch.tensor(tokens[first_scored:end])
-        ids = torch.tensor([tokens[begin:end]])
+        targets = torch.tensor(tokens[first_scored:end], device=device)
+        ids = torch.tensor([tokens[begin:end]], device=device)
         logits = model(ids, use_cache=False, logits_to_keep=len(targets) + 1).logits[0, :-1]
         total += float(F.cross_entropy(logits, targets, reduction="none").double().sum())
         count += len(targets)
@@ -124,9 +126,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "transformers" and options.dtype != "float32":
         parser.error("transformers is compared in float32, where figures have to be equal")
+    if options.what == "weights" and options.device != "cpu":
+        parser.error("only a CPU has formats of the weights to choose from")
     config = EngineConfig(
         model=options.model,
-        device="cpu",
+        device=options.device,
         dtype="auto" if options.weights != "auto" else options.dtype,
         weights=options.weights,
     )
@@ -143,7 +147,11 @@ def main() -> None:
     with ProgressLine() as progress:
         figures = measure(read_text(options.file), config, wanted, progress)
     if options.json is not None:
-        result = {"command": describe_command(options), **describe_machine("transformers"), **figures}
+        result = {
+            "command": describe_command(options),
+            **describe_machine("transformers", device=options.device),
+            **figures,
+        }
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,8 +16,19 @@ class Served:
     """One request, done."""
 
     ttft_s: float
-    tokens: int
+    token_s: Sequence[float]
+    """When each of its tokens came, on a clock that all requests of a server share."""
     preemptions: int = 0
+
+
+def decode_rate(served: Sequence[Served]) -> float:
+    """Tokens a second of the time when all requests had their first; 0 where none came after that.
+
+    What some requests were given while others still waited for their first is not counted: that time is not.
+    """
+    begin = max(each.token_s[0] for each in served)
+    later = [at for each in served for at in each.token_s if at > begin]
+    return len(later) / (max(later) - begin) if later else 0.0
 
 
 class Server(Protocol):
@@ -61,8 +73,8 @@ class TransformersBatching:
             if result.error:
                 raise RuntimeError(result.error)
             if result.is_finished():
-                first_s = (result.timestamps or [started])[0] - started
-                results[result.request_id] = Served(first_s, len(result.generated_tokens))
+                token_s = result.timestamps or [time.perf_counter()] * len(result.generated_tokens)
+                results[result.request_id] = Served(token_s[0] - started, token_s)
         self.about["attention"] = self._model.config._attn_implementation
         return [results[request_id] for request_id in ids]
 

@@ -193,7 +193,7 @@ def main() -> None:
     with running_server([*options, *args.server]) as url:
         asked, about = asyncio.run(measure(url, texts, {"temperature": 0, "max_tokens": args.tokens}))
     report = {
-        **describe_machine("openai", "uvicorn", "starlette"),
+        **describe_machine("openai", "uvicorn", "starlette", device=args.device),
         "options": {"dtype": args.dtype, "max_tokens": args.tokens, "server": args.server},
         **about,
         **summarize(asked, expected),

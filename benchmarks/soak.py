@@ -27,8 +27,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.engine import SHAPES, write_random_model
 from benchmarks.machine import describe_machine
+from benchmarks.random_model import SHAPES, write_random_model
 from benchmarks.soak_bridge import run_bridge
 from benchmarks.soak_cases import Sample, difference, slope
 from nanochat import Engine, EngineConfig, SamplingParams
@@ -286,7 +286,7 @@ def main() -> int:
         report = KINDS[options.what](options, model)
     print(json.dumps(report, indent=1))
     if options.json is not None:
-        options.json.write_text(json.dumps(describe_machine() | report, indent=1) + "\n")
+        options.json.write_text(json.dumps(describe_machine(device="cpu") | report, indent=1) + "\n")
     return 0 if report["ok"] else 1
 
 
