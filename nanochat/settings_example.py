@@ -32,11 +32,11 @@ ENGINE_HELP = {
     "tensor_parallel_size": "number of GPUs",
 }
 SAMPLING_HELP = {
-    "temperature": "0 always takes the likeliest token",
+    "temperature": "up to 2; 0 always takes the likeliest token",
     "top_p": "keep the likeliest tokens whose probabilities reach this together; 1 keeps all",
     "top_k": "keep this many of the likeliest tokens; 0 keeps all",
     "min_p": "drop tokens below this share of the likeliest one's probability",
-    "repetition_penalty": "above 1, tokens that have occurred become less likely",
+    "repetition_penalty": "above 1 and up to 2, tokens that have occurred become less likely",
     "max_tokens": "longest answer, in tokens",
     "stop": "texts that end an answer; they are not part of it",
     "seed": "the same seed gives the same answer; left out: a new one each time",

@@ -73,7 +73,7 @@ class TestAsk:
         for terminal in (False, True):
             output = Output(terminal=terminal)
             monkeypatch.setattr(sys, "stdout", output)
-            options = ("Hi", "--seed", "1", "--temperature", "50", "--max-tokens", "600")
+            options = ("Hi", "--seed", "1", "--temperature", "2", "--max-tokens", "600")
             assert ask(tiny_llama, *options) == 0
             texts.append(output.text)
         assert texts[1] == sanitize(texts[0])

@@ -16,6 +16,11 @@ DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVDType = Literal["auto", "int8"]
 Weights = Literal["auto", "fp32", "bf16", "int8", "int4"]
 
+MAX_TEMPERATURE = 2.0
+"""As OpenAI's API has it. Far beyond, every token is as likely as any other: ``9`` is a slip for ``0.9``."""
+MAX_REPETITION_PENALTY = 2.0
+"""Beyond, answers are made of whatever hasn't been said yet."""
+
 
 def as_written(value: object) -> str:
     """A value for a message, at most 80 characters; truth as settings files write it."""
@@ -112,7 +117,7 @@ class SamplingParams:
     """How one request's tokens are chosen and when it ends."""
 
     temperature: float = 0.7
-    """0 is greedy."""
+    """0 is greedy; at most ``MAX_TEMPERATURE``."""
     top_p: float = 1.0
     """Keep the smallest set of tokens whose probability reaches this; 0 keeps one token."""
     top_k: int = 0
@@ -120,6 +125,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens below this share of the likeliest token's probability."""
     repetition_penalty: float = 1.0
+    """Above 1, tokens that have occurred become less likely; above 0, at most ``MAX_REPETITION_PENALTY``."""
     max_tokens: int = 1024
     stop: tuple[str, ...] = ()
     """Texts that end the answer; they are not part of it."""
@@ -134,11 +140,11 @@ class SamplingParams:
         return self.temperature == 0 and self.repetition_penalty == 1 and self.logprobs is None
 
     def __post_init__(self) -> None:
-        _require_number("temperature", self.temperature, 0, 100)
+        _require_number("temperature", self.temperature, 0, MAX_TEMPERATURE)
         _require_number("top_p", self.top_p, 0, 1)
         _require_int("top_k", self.top_k, 0)
         _require_number("min_p", self.min_p, 0, 1)
-        _require_number("repetition_penalty", self.repetition_penalty, 0, 100, above=True)
+        _require_number("repetition_penalty", self.repetition_penalty, 0, MAX_REPETITION_PENALTY, above=True)
         _require_int("max_tokens", self.max_tokens, 1)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         _require(

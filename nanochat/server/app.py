@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
@@ -181,7 +182,7 @@ def make_app(service: Service, *, api_key: str | None = None, any_host: bool = F
         any_host: whether requests may name any host as theirs; else only this machine's own names.
     """
     routes = Routes(service)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/chat/completions", routes.chat, methods=["POST"]),
             Route("/v1/completions", routes.text, methods=["POST"]),
@@ -198,6 +199,10 @@ def make_app(service: Service, *, api_key: str | None = None, any_host: bool = F
             Exception: _on_failure,
         },
     )
+    app.router.redirect_slashes = (
+        False  # a redirect has no body, and clients that don't follow it see nothing
+    )
+    return app
 
 
 def _json_of(body: bytes | bytearray) -> Any:
@@ -221,10 +226,16 @@ async def _on_api_error(_: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such path, or not with that method."""
     status, headers = 500, None
     if isinstance(error, HTTPException):
-        status, headers = error.status_code, error.headers  # such as the methods that are allowed
-    message = f"{request.method} {request.url.path[:100]}: there is nothing for that here."
+        status, headers = error.status_code, error.headers
+    path = request.url.path[:100]
+    if allowed := Headers(headers).get("allow"):
+        message = f"{path} takes {' or '.join(sorted(allowed.split(', ')))}, not {request.method[:20]}."
+        return ApiError(status, message, code="method_not_allowed", headers=headers).response()
+    known = ", ".join(route.path for route in request.app.routes if "{" not in route.path)
+    message = f"There is nothing at {path}; this server has {known}."
     return ApiError(status, message, code="unknown_url", headers=headers).response()
 
 

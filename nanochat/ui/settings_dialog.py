@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from nanochat.settings import Preset
 
 HELP = {
-    "temperature": "0 always takes the likeliest token",
+    "temperature": "up to 2; 0 always takes the likeliest token",
     "top_p": "keep the likeliest up to this share",
     "top_k": "keep this many; 0 keeps all",
     "min_p": "drop below this share of the best",
-    "repetition_penalty": "above 1: repeat less",
+    "repetition_penalty": "above 1, up to 2: repeat less",
     "max_tokens": "longest answer, in tokens",
     "stop": r"ends an answer; several: END | ###",
     "seed": "the same seed, the same answer",

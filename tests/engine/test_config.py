@@ -41,6 +41,7 @@ def test_engine_options_that_cannot_work_are_refused(options: dict[str, Any], se
     ("options", "sentence"),
     [
         ({"temperature": -0.1}, "temperature must be a number at least 0"),
+        ({"temperature": 2.01}, "temperature must be a number at least 0 and at most 2, not 2.01."),
         ({"temperature": float("inf")}, "temperature must be a number"),
         ({"temperature": float("nan")}, "temperature must be a number"),
         ({"temperature": 10**400}, "temperature must be a number"),
@@ -48,6 +49,7 @@ def test_engine_options_that_cannot_work_are_refused(options: dict[str, Any], se
         ({"top_k": -1}, "top_k must be a whole number at least 0"),
         ({"min_p": 2}, "min_p must be a number"),
         ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0"),
+        ({"repetition_penalty": 2.5}, "repetition_penalty must be a number above 0 and at most 2, not 2.5."),
         ({"max_tokens": 0}, "max_tokens must be a whole number at least 1"),
         ({"stop": ("",)}, "stop must be one or more texts that are not empty."),
         ({"stop": 5}, "stop must be one or more texts"),

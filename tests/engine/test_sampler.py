@@ -95,7 +95,7 @@ def check_distribution(logits: torch.Tensor, params: SamplingParams, seen: list[
 
 CASES = {
     "temperature": SamplingParams(temperature=1.0),
-    "hot": SamplingParams(temperature=3.0),
+    "hot": SamplingParams(temperature=2.0),
     "cold": SamplingParams(temperature=0.3),
     "top_k": SamplingParams(temperature=1.0, top_k=7),
     "top_k above the vocabulary": SamplingParams(temperature=1.0, top_k=10**6),
@@ -146,9 +146,9 @@ class TestExact:
         [
             SamplingParams(temperature=0.0),
             SamplingParams(temperature=0.0, top_k=5, top_p=0.5, min_p=0.1),
-            SamplingParams(temperature=100.0, top_k=1),
-            SamplingParams(temperature=100.0, top_p=0.0),
-            SamplingParams(temperature=100.0, top_p=1e-6),
+            SamplingParams(temperature=2.0, top_k=1),
+            SamplingParams(temperature=2.0, top_p=0.0),
+            SamplingParams(temperature=2.0, top_p=1e-6),
             SamplingParams(temperature=1e-6),
         ],
     )

@@ -95,20 +95,25 @@ class TestTheClients:
             assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
 
     @pytest.mark.parametrize(
-        ("method", "path", "status"),
+        ("method", "path", "status", "sentence"),
         [
-            ("GET", "/", 404),
-            ("GET", "/v1/chat/completions", 405),
-            ("POST", "/v1/models", 405),
-            ("GET", "/v1/models/gpt-4", 404),
-            ("OPTIONS", "/v1/chat/completions", 405),
-            ("GET", "/v1/" + "a" * 5_000, 404),
+            ("GET", "/", 404, "There is nothing at /; this server has /v1/chat/completions, "),
+            ("GET", "/health/", 404, "There is nothing at /health/; this server has /v1/chat/completions, "),
+            ("GET", "/v1/chat/completions", 405, "/v1/chat/completions takes POST, not GET."),
+            ("GET", "/v1/completions", 405, "/v1/completions takes POST, not GET."),
+            ("POST", "/v1/models", 405, "/v1/models takes GET or HEAD, not POST."),
+            ("GET", "/v1/models/gpt-4", 404, "There is no such model here."),
+            ("OPTIONS", "/v1/chat/completions", 405, "/v1/chat/completions takes POST, not OPTIONS."),
+            ("GET", "/v1/" + "a" * 5_000, 404, "There is nothing at /v1/aaa"),
         ],
     )
-    def test_nothing_there(self, api: Running, method: str, path: str, status: int) -> None:
+    def test_nothing_there(self, api: Running, method: str, path: str, status: int, sentence: str) -> None:
         reply = httpx2.request(method, api.url + path)
         assert reply.status_code == status
-        assert reply.json()["error"]["type"] == "invalid_request_error"
+        error = reply.json()["error"]
+        assert error["message"].startswith(sentence)
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
         assert len(reply.content) < 500
         assert (reply.headers.get("allow") is not None) == (status == 405)
 

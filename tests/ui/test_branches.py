@@ -119,7 +119,7 @@ async def test_escape_leaves_an_edit(tiny_llama: Path) -> None:
 
 
 async def test_branches_and_edits_by_mouse(tiny_llama: Path) -> None:
-    async with started(tiny_llama, sampling=SHORT | {"temperature": 5.0}) as driver:
+    async with started(tiny_llama, sampling=SHORT | {"temperature": 2.0}) as driver:
         first = await driver.ask("Question")
         await driver.press("ctrl+r")
         await driver.until_idle()

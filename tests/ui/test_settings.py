@@ -119,8 +119,12 @@ async def test_presets_by_command_and_in_the_dialog(tiny_llama: Path) -> None:
         assert (driver.chat.system, driver.chat.sampling) == ("Only facts.", {"top_k": 50})
 
 
-async def test_a_preset_that_cannot_work_with_the_rest_changes_nothing(tiny_llama: Path) -> None:
+async def test_settings_and_presets_that_cannot_work_change_nothing(tiny_llama: Path) -> None:
     async with started(tiny_llama, presets={"bad": Preset(None, {"top_p": 7})}) as driver:
+        await driver.say("/set temperature 9")
+        assert "temperature must be a number at least 0 and at most 2, not 9" in driver.notices()[-1]
+        await driver.say("/compare temperature=0 | temperature=9")
+        assert "temperature must be a number at least 0 and at most 2, not 9" in driver.notices()[-1]
         await driver.say("/preset bad")
         assert "top_p must be" in driver.notices()[-1]
         assert driver.chat.sampling == {}

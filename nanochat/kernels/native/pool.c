@@ -37,7 +37,7 @@ static struct {
     _Alignas(128) _Atomic uint32_t done;  /* parts of the ticket's operation */
     _Alignas(128) _Atomic uint32_t epoch; /* of the newest run */
     _Atomic int threads;                  /* of the newest run */
-    _Atomic int is_out_of_memory;         /* since somebody last asked */
+    _Atomic int *was_short;               /* of the newest run: whether one of its parts had too little memory */
     const Op *ops;
     int num_ops;
     const Kernels *kernels;
@@ -101,9 +101,16 @@ static uint32_t parts_for(const Op *op, int threads, int64_t *units) {
     return parts > 1 ? (uint32_t)parts : *units > 0;
 }
 
-static void run_part(const Kernels *kernels, const Op *op, int64_t units, uint32_t part, uint32_t parts) {
+/* Whether the part that this thread runs has asked for `scratch` in vain. */
+static _Thread_local int is_short;
+
+/* `was_short` belongs to the call whose part it is. */
+static void run_part(const Kernels *kernels, const Op *op, int64_t units, uint32_t part, uint32_t parts,
+                     _Atomic int *was_short) {
     const int64_t first = units * part / parts, last = units * (part + 1) / parts;
+    is_short = 0;
     kernels->run[op->kind](op, first, last);
+    if (is_short) atomic_store_explicit(was_short, 1, memory_order_relaxed);
 }
 
 /* Put up the next operation that is worth dividing; only one thread is here at a time. */
@@ -116,7 +123,7 @@ static void advance(uint32_t epoch, uint32_t next, int threads) {
             atomic_store_explicit(&pool.ticket, ticket_of(epoch, next, parts), memory_order_release);
             return;
         }
-        if (parts) run_part(pool.kernels, &pool.ops[next], units, 0, 1);
+        if (parts) run_part(pool.kernels, &pool.ops[next], units, 0, 1, pool.was_short);
     }
     atomic_store_explicit(&pool.ticket, ticket_of(epoch, OVER, 0), memory_order_release);
 }
@@ -148,7 +155,7 @@ static void work(uint32_t epoch, int threads) {
             continue;
         const Op *op = &pool.ops[op_of(ticket)];
         int64_t cost;
-        run_part(pool.kernels, op, units_of(op, &cost), part_of(ticket), parts_of(ticket));
+        run_part(pool.kernels, op, units_of(op, &cost), part_of(ticket), parts_of(ticket), pool.was_short);
         if (atomic_fetch_add_explicit(&pool.done, 1, memory_order_acq_rel) + 1 == parts_of(ticket))
             advance(epoch, op_of(ticket) + 1, threads);
     }
@@ -213,7 +220,7 @@ void *scratch(size_t bytes) {
         if (posix_memalign(&fresh, 64, 64 + bytes)) fresh = NULL;
         pthread_setspecific(scratch_key, fresh);
         if (!fresh) {
-            atomic_store(&pool.is_out_of_memory, 1);
+            is_short = 1;
             return NULL;
         }
         block = fresh, *block = bytes;
@@ -295,26 +302,23 @@ EXPORT const char *nanochat_kernels(const char *name) {
 
 EXPORT int nanochat_op_bytes(void) { return (int)sizeof(Op); }
 
-static int was_out_of_memory(void) {
-    return atomic_load_explicit(&pool.is_out_of_memory, memory_order_relaxed) && atomic_exchange(&pool.is_out_of_memory, 0) ? 2 : 0;
-}
-
 /* Run operations one after the other on up to so many threads, by the kernels of that name. A second caller
  * meanwhile runs its own alone. Returns 0, 1 if there are no such kernels, or 2 if memory was short. */
 EXPORT int nanochat_run(const Op *ops, int num_ops, int threads, const char *name) {
     const Kernels *kernels = find_kernels(name);
     if (!kernels) return 1;
+    _Atomic int was_short = 0;
     if (threads > MAX_THREADS) threads = MAX_THREADS;
     if (threads <= 1 || num_ops >= (int)OVER || pthread_mutex_trylock(&pool.running)) {
         for (int i = 0; i < num_ops; i++) {
             int64_t cost;
             const int64_t units = units_of(&ops[i], &cost);
-            if (units) run_part(kernels, &ops[i], units, 0, 1);
+            if (units) run_part(kernels, &ops[i], units, 0, 1, &was_short);
         }
-        return was_out_of_memory();
+        return was_short ? 2 : 0;
     }
     hire(threads);
-    pool.ops = ops, pool.num_ops = num_ops, pool.kernels = kernels;
+    pool.ops = ops, pool.num_ops = num_ops, pool.kernels = kernels, pool.was_short = &was_short;
     const uint32_t epoch = atomic_load_explicit(&pool.epoch, memory_order_relaxed) + 1;
     advance(epoch, 0, threads);
     pthread_mutex_lock(&pool.lock);
@@ -323,8 +327,9 @@ EXPORT int nanochat_run(const Op *ops, int num_ops, int threads, const char *nam
     if (pool.num_asleep) pthread_cond_broadcast(&pool.wake);
     pthread_mutex_unlock(&pool.lock);
     work(epoch, threads);
+    pool.was_short = NULL; /* all parts are done */
     pthread_mutex_unlock(&pool.running);
-    return was_out_of_memory();
+    return was_short ? 2 : 0;
 }
 
 /* What the library was built from. */
