@@ -43,6 +43,10 @@ class RankLost(NanochatError):
     """One of the processes that a model is divided among has died or hangs; the message says which."""
 
 
+class DeviceLost(NanochatError):
+    """A GPU has failed in such a way that this process can't use it any more; the message says how."""
+
+
 class HistoryError(NanochatError):
     """The chat history can't be opened, read or written; the message says why and what helps."""
 

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 MAX_BYTES = 2**30
 """Of the text."""
 QUALITY_OPTIONS = ("compare", "ctx", "stride", "limit_tokens", "decode_tokens")
-WITHOUT_EFFECT = ("prefix_caching", "cuda_graphs", "gpu_memory_utilization", "system")
-"""Engine options of no meaning here: nothing is cached between windows, and the cache is as large as needed."""
+WITHOUT_EFFECT = ("prefix_caching", "cuda_graphs", "gpu_memory_utilization", "step_goal_ms", "system")
+"""Engine options of no meaning here: nothing is cached between windows, the cache is as large as needed, and no chat
+waits for the steps."""
 TERMINAL_PERIOD_S = 0.1
 LOG_PERIOD_S = 10.0
 """How often progress is written to something that isn't a terminal."""

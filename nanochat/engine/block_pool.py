@@ -95,6 +95,15 @@ class BlockPool:
         """Whether its contents are in the prefix index, be it free or in use."""
         return self._nodes[block] is not None
 
+    @property
+    def num_touched(self) -> int:
+        """Blocks that have ever been used: the first ones."""
+        return self.num_blocks - self._num_fresh
+
+    def indexed(self) -> Sequence[object]:
+        """A copy of the index, by block, of the blocks ever used: true for those whose contents are in it."""
+        return self._nodes[: self.num_touched]
+
     def extend_keys(self, keys: list[BlockKey], token_ids: Sequence[int], num_blocks: int) -> None:
         """Append the keys of ``token_ids``' first ``num_blocks`` full blocks that ``keys`` lacks.
 
@@ -157,7 +166,7 @@ class BlockPool:
     def _next_free(self) -> int:
         """Take the free block to be used next out of those that are free."""
         has_empty = len(self._free) > self._num_cached
-        first_fresh = self.num_blocks - self._num_fresh
+        first_fresh = self.num_touched
         if self._num_fresh and not has_empty and (first_fresh < self._num_kept or not self._free):
             self._num_fresh -= 1
             return first_fresh
@@ -210,7 +219,7 @@ class BlockPool:
         for block, count in enumerate(self._ref_counts):
             if count != held[block]:
                 raise InvariantError(f"Block {block} has ref_count {count} but {held[block]} tables hold it.")
-            is_free = block in self._free or block >= self.num_blocks - self._num_fresh
+            is_free = block in self._free or block >= self.num_touched
             if is_free != (count == 0):
                 raise InvariantError(f"Block {block} has ref_count {count} but is or isn't in the free list.")
             cached += count == 0 and self._nodes[block] is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from nanochat.engine.config import DType, EngineConfig
-from nanochat.errors import InvalidOption
+from nanochat.errors import DeviceLost, InvalidOption, reason_of
 
 _DTYPES: dict[DType, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -115,6 +115,20 @@ def give_back_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, TypeError, AttributeError):  # not glibc
         return
+
+
+def check_device(device: torch.device) -> None:
+    """After a step has failed: whether others can follow. Waits for what the device has been given.
+
+    Raises:
+        DeviceLost: an illegal access, say, after which every later call of this process fails.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise DeviceLost(f"The GPU has failed ({reason_of(error)}); restart nanochat.") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

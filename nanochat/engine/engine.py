@@ -35,11 +35,11 @@ from nanochat.engine.panics import panics_refused
 from nanochat.engine.pipeline import GPU_STEPS_AHEAD, Outcome, Pipeline
 from nanochat.engine.progress import ProgressCallback, ignore_progress
 from nanochat.engine.ranks import RankMemory
-from nanochat.engine.recorder import Recorder
+from nanochat.engine.recorder import Holdings, Recorder
 from nanochat.engine.request import FinishReason, Request, RequestStatus
 from nanochat.engine.stats import BlockMap, EngineStats
 from nanochat.engine.watchdog import Watchdog
-from nanochat.errors import EngineClosed, InvalidOption
+from nanochat.errors import DeviceLost, EngineClosed, InvalidOption
 from nanochat.sanitize import encodable
 
 logger = logging.getLogger(__name__)
@@ -159,6 +159,7 @@ class Engine:
         Raises:
             PromptTooLong: it can never run; both lengths are in the message.
             InvalidOption: it is empty, or not a prompt.
+            UnsupportedModel: the model's tokenizer or chat template fails on it.
             EngineClosed: the engine has been closed, or its thread has died.
         """
         arrival_s = time.monotonic()
@@ -204,9 +205,10 @@ class Engine:
         return stats if slow is None else replace(stats, slow_step=slow)
 
     def block_map(self) -> BlockMap:
-        """Who holds each KV block; costs time in proportion to the blocks in use."""
+        """Who holds each KV block. A step never waits for more than the copying of lists."""
         with self._lock:
-            return self._recorder.block_map(self._scheduler)
+            holdings = Holdings.of(self._scheduler)
+        return holdings.block_map()
 
     def close(self) -> None:
         """Stop after the step in progress; what still runs ends as cancelled. Harmless when repeated."""
@@ -262,6 +264,9 @@ class Engine:
                         self._step()
             if (why_lost := self._why_lost()) is not None:
                 ending = ("error", why_lost)
+        except DeviceLost as error:
+            logger.exception("the device is lost")
+            ending = ("error", str(error))
         except (
             BaseException
         ) as error:  # a panic in native code is no Exception, and callers wait all the same
@@ -362,10 +367,7 @@ class Engine:
 
     def _finish(self, live: LiveRequest, reason: FinishReason, error: str | None = None) -> None:
         with self._lock:
-            if reason == "cancelled":
-                self._scheduler.cancel(live.request, time.monotonic())
-            else:
-                self._scheduler.finish(live.request, reason, time.monotonic())
+            self._scheduler.finish(live.request, reason, time.monotonic())
         self._deliver_end(live, error)
 
     def _deliver_end(self, live: LiveRequest, error: str | None = None) -> None:

@@ -6,6 +6,7 @@ Slow on purpose: it recounts everything. Tests call it after every move, the eng
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nanochat.engine.block_pool import InvariantError
@@ -26,21 +27,21 @@ def check_scheduler(scheduler: Scheduler) -> None:
     Raises:
         InvariantError: something doesn't add up; the sentence says what.
     """
-    holders = [*scheduler._running.values(), *scheduler._draining.values()]
+    holders = scheduler.holders
     scheduler.pool.check(request.block_table for request in holders)
     _check_in_flight(scheduler, holders)
     for request in holders:
         _check_holder(request, scheduler)
     for request in scheduler.waiting:
         _check_waiting(request)
-    _require(len(scheduler._running) <= scheduler.max_num_seqs, "More requests run than max_num_seqs.")
+    _require(scheduler.num_running <= scheduler.max_num_seqs, "More requests run than max_num_seqs.")
     scheduler._waiting.check()
 
 
-def _check_in_flight(scheduler: Scheduler, holders: list[Request]) -> None:
+def _check_in_flight(scheduler: Scheduler, holders: Sequence[Request]) -> None:
     steps: Counter[Request] = Counter()
     samples: Counter[Request] = Counter()
-    for plan in scheduler._in_flight:
+    for plan in scheduler.in_flight:
         members = [chunk.request for chunk in plan.chunks]
         _require(len(set(members)) == len(members), f"Step {plan.step} holds a request twice.")
         _require(plan.num_tokens <= scheduler.max_num_batched_tokens, f"Step {plan.step} is over budget.")

@@ -50,6 +50,8 @@ class LiveRequest:
             self._new_text.append(self._detokenizer.flush())
         except Exception:  # what can't be made into text must not keep the end from its caller
             logger.exception("the end of request %d could not be turned into text", self.request.request_id)
+        if self._detokenizer.stopped and self.request.finish_reason == "length":
+            self.request.finish_reason = "stop"  # by the last token that was allowed
         output = self._output(error)
         self.handle.push(self._take_event(output.finish_reason), output)
 

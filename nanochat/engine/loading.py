@@ -118,6 +118,8 @@ def _load(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
     resolved = resolve_model(config.model, progress)
     model = load_model_config(resolved.path)
     tokenizer = load_tokenizer(resolved.path)
+    # A file that is wrong should not cost the time of loading, nor leave other ranks behind.
+    eos_ids, recommended = eos_token_ids(resolved.path, tokenizer), default_sampling(resolved.path)
     ranks = _start_ranks(config, resolved.path, model, device)
     try:
         if ranks is None:
@@ -142,8 +144,8 @@ def _load(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
         folder=resolved.path,
         config=model,
         tokenizer=tokenizer,
-        eos_token_ids=eos_token_ids(resolved.path, tokenizer),
-        default_sampling=default_sampling(resolved.path),
+        eos_token_ids=eos_ids,
+        default_sampling=recommended,
         runner=part.runner,
         device=device,
         dtype=part.runner.decoder.dtype,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nanochat.engine.device import is_out_of_memory
+from nanochat.engine.device import check_device, is_out_of_memory
 from nanochat.engine.outputs import TokenLogprobs
 from nanochat.engine.request import Request, RequestStatus
 from nanochat.engine.runner import LaunchedStep, Runner
@@ -140,7 +140,7 @@ class Pipeline:
         newest = self._in_flight[-1]
         if newest.error is not None or any(step.needs_host for step in self._in_flight):
             return 0
-        if newest.plan.prefills or self._scheduler.has_waiting:
+        if newest.plan.prefills or self._scheduler.num_waiting:
             return min(1, self.max_steps_ahead)
         return self.max_steps_ahead
 
@@ -151,7 +151,13 @@ class Pipeline:
         return outcome
 
     def _fail(self, step: _InFlight, error: Exception) -> Outcome:
-        """Lack of memory ends a request only where no smaller step will do, and then only the largest."""
+        """Lack of memory ends a request only where no smaller step will do, and then only the largest.
+
+        Raises:
+            DeviceLost: no other step will do either.
+        """
+        if not is_out_of_memory(error) and not isinstance(error, RankLost):
+            check_device(self._runner.decoder.device)
         outcome = self._outcome(step)
         outcome.why_failed = _why_failed(step.plan, error)
         with self._lock:

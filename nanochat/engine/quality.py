@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from nanochat.engine.config import EngineConfig
+from nanochat.engine.cpu_threads import choose_threads
 from nanochat.engine.device import dtype_name
 from nanochat.engine.loading import load_model
 from nanochat.engine.memory import allocate_caches, kv_bytes_per_token
@@ -150,6 +151,8 @@ class QualityMeter:
         # Graphs include sampling, and nothing is sampled here.
         fitted = replace(config, num_kv_blocks=num_blocks, max_model_len=None, cuda_graphs=False)
         self.model = load_model(fitted, progress)
+        if self.model.device.type == "cpu":
+            torch.set_num_threads(choose_threads(config.threads))
         self.ctx = self._within_limit(longest)
         self.stride = self.options.stride or max(1, self.ctx // 2)
         self._kv_dtypes = [self.model.dtype, torch.int8] if self.options.compare else [self.model.kv_dtype]

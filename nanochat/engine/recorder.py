@@ -1,11 +1,15 @@
 """Keeps what :class:`EngineStats` shows: counters and recent latencies, fed by the step thread.
 
-Not thread-safe: the engine calls it under the lock that also guards the scheduler.
+Not thread-safe: the engine calls it under the lock that also guards the scheduler. What takes long there is left
+for later: see :class:`Holdings`.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress, islice
 
 from nanochat.engine.request import Request, RequestStatus
 from nanochat.engine.scheduler import Scheduler, StepPlan
@@ -19,6 +23,9 @@ from nanochat.engine.stats import (
     RequestRow,
     RequestState,
 )
+
+WAITING_ROWS = 256
+"""Of requests that wait, so many have a row: a server's queue may be long, and the lock is held meanwhile."""
 
 
 class Recorder:
@@ -58,8 +65,8 @@ class Recorder:
             blocks_total=pool.num_blocks,
             blocks_used=pool.num_used,
             blocks_cached=pool.num_cached,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
             preemptions=scheduler.num_preemptions,
             prefix_query_tokens=scheduler.prefix_query_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
@@ -70,20 +77,43 @@ class Recorder:
             decode_tok_s=self._decode.rate(now_s),
             prefill_tok_s=self._prefill.rate(now_s),
             steps=self._steps,
-            requests=tuple(_row(request, now_s) for request in scheduler.requests),
+            requests=tuple(_row(request, now_s) for request in _with_rows(scheduler)),
         )
 
-    def block_map(self, scheduler: Scheduler) -> BlockMap:
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Copies of what a :class:`BlockMap` is made from: quick to take, so that steps hardly wait for it."""
+
+    num_blocks: int
+    indexed: Sequence[object]
+    """`BlockPool.indexed`."""
+    tables: Sequence[tuple[int, list[int]]]
+    """Request ids and block tables, highest id first."""
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> Holdings:
+        """To be called under the lock; nothing else here needs it."""
+        holders = sorted(scheduler.holders, key=lambda request: request.request_id, reverse=True)
+        tables = [(request.request_id, request.block_table.copy()) for request in holders]
+        return cls(scheduler.pool.num_blocks, scheduler.pool.indexed(), tables)
+
+    def block_map(self) -> BlockMap:
         """One entry a block."""
-        pool = scheduler.pool
-        owner = [CACHED if pool.is_cached(block) else FREE for block in range(pool.num_blocks)]
+        owner = [FREE] * self.num_blocks
+        for block in compress(range(self.num_blocks), self.indexed):
+            owner[block] = CACHED
         shared = set()
-        for request in sorted(scheduler.requests, key=lambda request: request.request_id, reverse=True):
-            for block in request.block_table:
-                owner[block] = request.request_id  # the lowest id comes last and stays
-                if pool.ref_count(block) > 1:
+        for request_id, table in self.tables:
+            for block in table:
+                if owner[block] >= 0:
                     shared.add(block)
+                owner[block] = request_id  # the lowest id comes last and stays
         return BlockMap(tuple(owner), frozenset(shared))
+
+
+def _with_rows(scheduler: Scheduler) -> Sequence[Request]:
+    return (*scheduler.running, *islice(scheduler.waiting, WAITING_ROWS))
 
 
 def _row(request: Request, now_s: float) -> RequestRow:

@@ -89,14 +89,27 @@ class Scheduler:
         return tuple(self._running.values())
 
     @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def holders(self) -> Sequence[Request]:
+        """All that hold blocks: those that run, and those that have ended while a step in flight uses theirs."""
+        return (*self._running.values(), *self._draining.values())
+
+    @property
+    def in_flight(self) -> Sequence[StepPlan]:
+        """Plans that haven't been collected, oldest first."""
+        return tuple(self._in_flight)
+
+    @property
     def waiting(self) -> Sequence[Request]:
         """Requests without blocks, oldest first."""
         return tuple(self._waiting.by_arrival)
 
     @property
-    def has_waiting(self) -> bool:
-        """Whether a request waits for blocks."""
-        return bool(self._waiting)
+    def num_waiting(self) -> int:
+        return len(self._waiting)
 
     @property
     def requests(self) -> Sequence[Request]:
@@ -133,12 +146,11 @@ class Scheduler:
         request.last_step = self._step
         self._enqueue(request)
 
-    def cancel(self, request: Request, now: float) -> None:
-        """End a request early. Harmless when it has ended already."""
-        self.finish(request, "cancelled", now)
-
     def finish(self, request: Request, reason: FinishReason, now: float) -> None:
-        """End a request; its blocks go back at once, or when the last step in flight that uses it is in."""
+        """End a request; its blocks go back at once, or when the last step in flight that uses it is in.
+
+        Harmless when it has ended already.
+        """
         if request.status is RequestStatus.FINISHED:
             return
         if request.status is RequestStatus.WAITING:
@@ -203,9 +215,7 @@ class Scheduler:
                     self._accept(request, token, now)
             if request.status is RequestStatus.FINISHED:
                 self._drain(request)
-        for chunk in plan.prefills:
-            if chunk.samples:
-                self._requeue_sharing(chunk.request)
+        self._resize_sharing([chunk.request for chunk in plan.prefills if chunk.samples])
         return accepted
 
     def fail(self, plan: StepPlan, now: float) -> list[Request]:
@@ -275,8 +285,9 @@ class Scheduler:
 
     def _plan_overdue_prefills(self, draft: Draft, before_step: int) -> None:
         """Decodes alone would fill the step: prefills last served before any of them take their turn first."""
-        if (draft.step - before_step) * draft.budget > self.max_num_seqs:
-            return  # no decode waits longer than if max_num_seqs of them took turns
+        tokens_since = (draft.step - before_step) * draft.budget
+        if tokens_since > self.max_num_seqs:
+            return  # a decode has waited as long as if all that may run took turns: nobody goes ahead of it
         cap = max(1, int(draft.budget * self.long_prefill_share))
         for request in self._prefill_queue(draft):
             if request.last_step < before_step:
@@ -339,14 +350,22 @@ class Scheduler:
         return True
 
     def _enqueue(self, request: Request) -> None:
-        request.uncached_tokens = request.num_tokens - self._kv.count_cached(request)
+        request.uncached_tokens = self._count_uncached(request)
         self._waiting.add(request)
 
-    def _requeue_sharing(self, request: Request) -> None:
-        """A prompt is in the cache: those that begin like it have less to compute than when queued."""
-        for other in self._waiting.sharing(request):
-            self._waiting.remove(other)
-            self._enqueue(other)
+    def _count_uncached(self, request: Request) -> int:
+        return request.num_tokens - self._kv.count_cached(request)
+
+    def _resize_sharing(self, cached: Sequence[Request]) -> None:
+        """Prompts are in the cache: those that begin like them have less to compute than when queued.
+
+        Once for all that begin alike, and only what changes is moved: thousands may wait behind one preamble.
+        """
+        for first_block in {key: None for request in cached for key in request.block_keys[:1]}:
+            for other in self._waiting.sharing(first_block):
+                uncached_tokens = self._count_uncached(other)
+                if uncached_tokens != other.uncached_tokens:
+                    self._waiting.resize(other, uncached_tokens)
 
     def _make_room(self, draft: Draft, request: Request) -> bool:
         """See to room for a token more, by preempting requests that came later and have nothing in flight."""

@@ -74,6 +74,7 @@ class EngineStats:
     prefill_tok_s: float
     steps: int
     requests: tuple[RequestRow, ...]
+    """All that run, and of those that wait the oldest ones."""
     slow_step: SlowStep | None = None
     """The step in progress, if it takes suspiciously long."""
 

@@ -79,7 +79,8 @@ class Draft:
 
     def reserve(self, share: float, oldest: Request) -> int:
         """Set a share of the budget aside for ``oldest``; of a budget too small to divide, every other turn."""
-        tokens = int(self.budget * share) or int(oldest.last_step < self.step - 1)
+        got_nothing_last_step = oldest.last_step < self.step - 1
+        tokens = int(self.budget * share) or int(got_nothing_last_step)
         self.budget -= tokens
         return tokens
 

@@ -115,8 +115,8 @@ class _Recording:
     def _record(self, context_len: int) -> None:
         """Record for contexts up to this length or longer: as far as the rotary tables reach then."""
         self._decoder.grow_positions(context_len)
-        self._longest = self._decoder.num_positions
-        self._program = program = Program(self._library, self._arena)
+        longest = self._decoder.num_positions
+        program = Program(self._library, self._arena)
         tensors = [torch.from_numpy(array) for array in self._inputs]
         ids, positions, slots, tables, contexts, starts, sample_rows = tensors
         for tensor in (ids, positions, slots):
@@ -130,13 +130,15 @@ class _Recording:
             context_lens=contexts,
             query_starts=starts,
             max_query_len=1,
-            max_context_len=self._longest,
+            max_context_len=longest,
         )
         with program.recording():
             hidden = self._decoder.forward(ids, positions, slots, batch, self._caches)
             program.counter(hidden)
-            self._logits = self._decoder.compute_logits(kernels.take_rows(hidden, sample_rows))
-            self._best = ops.argmax(self._logits)
+            logits = self._decoder.compute_logits(kernels.take_rows(hidden, sample_rows))
+            best = ops.argmax(logits)
+        # Only now: should memory have run out before, the next step records again.
+        self._longest, self._program, self._logits, self._best = longest, program, logits, best
         logger.info("recorded steps of up to %d tokens as %d operations", len(ids), len(program))
 
 

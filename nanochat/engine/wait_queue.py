@@ -64,10 +64,15 @@ class WaitQueue:
         if request is self._blocked:
             self._blocked = None
 
-    def sharing(self, request: Request) -> list[Request]:
-        """Those whose prompts begin with the same block as this one's, oldest first."""
-        keys = request.block_keys[:1]
-        return list(self._families[keys[0]].values()) if keys and keys[0] in self._families else []
+    def resize(self, request: Request, uncached_tokens: int) -> None:
+        """Keep a request in its place by arrival; it has so many tokens to compute now."""
+        del self._size[bisect_left(self._size, by_size(request), key=by_size)]
+        request.uncached_tokens = uncached_tokens
+        insort(self._size, request, key=by_size)
+
+    def sharing(self, first_block: BlockKey) -> list[Request]:
+        """Those whose prompts begin with this block, oldest first."""
+        return list(self._families.get(first_block, {}).values())
 
     def window(self, size: int, step: int) -> Iterable[Request]:
         """Who may be started in ``step``: the ``size`` oldest and ``size`` smallest, to bound the work."""

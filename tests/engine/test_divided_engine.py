@@ -15,10 +15,12 @@ from nanochat.engine.config import EngineConfig, SamplingParams
 from nanochat.engine.engine import Engine
 from nanochat.engine.pipeline import GPU_STEPS_AHEAD
 from nanochat.engine.stats import EngineStats
+from nanochat.errors import NanochatError
 from tests.engine.conftest import MakeEngine
 from tests.engine.gloo import ThreadRanks
 from tests.engine.test_pipeline import KINDS, answers
 from tests.engine.test_step_graphs import PlayedGraphs
+from tests.tiny_model import write_tiny_llama
 
 MIXED = [KINDS[0], KINDS[1], KINDS[3], KINDS[4], {"repetition_penalty": 1.3}]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -90,3 +92,14 @@ def test_cancels_leave_the_others_alone(make_engine: MakeEngine) -> None:
     cancelled.cancel()
     assert cancelled.result(60).finish_reason == "cancelled"
     assert kept.result(60).token_ids == whole.token_ids
+
+
+def test_a_wrong_file_costs_no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever of the model's files is refused, no process is left behind."""
+    folder = write_tiny_llama(tmp_path / "model")
+    (folder / "generation_config.json").write_text("[")
+    started: list[object] = []
+    monkeypatch.setattr(loading, "_start_ranks", lambda *_: started.append(1))
+    with pytest.raises(NanochatError, match="generation_config"):
+        Engine(EngineConfig(model=str(folder), device="cpu", tensor_parallel_size=2, num_kv_blocks=16))
+    assert not started

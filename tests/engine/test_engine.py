@@ -258,6 +258,19 @@ class TestStopping:
         assert "".join(event.text for event in handle) == whole[: whole.index(stop)]
         assert handle.result().finish_reason == "stop"
 
+    @pytest.mark.parametrize("length", [1, 3, 8])
+    def test_a_stop_text_that_the_last_token_allowed_completes(
+        self, make_engine: MakeEngine, length: int
+    ) -> None:
+        engine = make_engine()
+        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        whole = engine.submit("abc", params).result(60).text
+        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, stop=(whole[-1],))
+        handle = engine.submit("abc", params)
+        events = list(handle)
+        assert "".join(event.text for event in events) == whole[: whole.index(whole[-1])]
+        assert (events[-1].finish_reason, handle.result().finish_reason) == ("stop", "stop")
+
     def test_an_eos_token_ends_the_answer(self, make_engine: MakeEngine, tiny_llama: Path) -> None:
         engine = make_engine()
         free = engine.submit([40], SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)).result(60)

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from nanochat.engine import pipeline
 from nanochat.engine.config import EngineConfig, SamplingParams
 from nanochat.engine.detokenizer import Detokenizer
+from nanochat.engine.device import check_device
 from nanochat.engine.engine import Engine
 from nanochat.engine.live_request import LiveRequest
-from nanochat.errors import EngineClosed
+from nanochat.errors import DeviceLost, EngineClosed
 from tests.engine.conftest import MakeEngine, assert_idle_and_consistent, wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -91,6 +93,41 @@ class TestFailing:
         with pytest.raises(EngineClosed, match="index out of bounds"):
             engine.submit([40])
         engine.close()
+
+    def test_a_lost_device_ends_the_engine_with_a_sentence(
+        self, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """After an illegal access on a GPU nothing more can be computed, so trying again helps nobody."""
+
+        def fail(*_: Any) -> Any:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        def find_lost(device: torch.device) -> None:
+            raise DeviceLost("The GPU has failed (illegal access); restart nanochat.")
+
+        engine = Engine(EngineConfig(model=str(tiny_llama), device="cpu", dtype="float32", num_kv_blocks=16))
+        monkeypatch.setattr(engine._model.runner, "launch", fail, raising=True)
+        monkeypatch.setattr(pipeline, "check_device", find_lost)
+        outputs = [engine.submit([40 + number], GREEDY).result(60) for number in range(1)]
+        assert [(output.finish_reason, output.error) for output in outputs] == [
+            ("error", "The GPU has failed (illegal access); restart nanochat.")
+        ]
+        with pytest.raises(EngineClosed, match="The GPU has failed"):
+            engine.submit([40])
+        engine.close()
+
+    def test_what_check_device_says_of_a_gpu_that_answers_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(device: torch.device) -> None:
+            raise RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be late")
+
+        monkeypatch.setattr(torch.cuda, "synchronize", fail)
+        check_device(torch.device("cpu"))
+        with pytest.raises(
+            DeviceLost, match=r"^The GPU has failed \(CUDA error: device-side assert.*restart nanochat.$"
+        ):
+            check_device(torch.device("cuda"))
 
     def test_a_request_that_cannot_be_queued_leaves_no_handle_waiting(
         self, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch

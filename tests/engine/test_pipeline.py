@@ -115,7 +115,7 @@ def random_events(house: House, count: int) -> None:
         if event < 0.15 and len(living) < 12:
             house.submit(repetition_penalty=1.2 if rng.random() < 0.1 else 1.0)
         elif event < 0.2 and living:
-            house.scheduler.cancel(rng.choice(living), 0.0)
+            house.scheduler.finish(rng.choice(living), "cancelled", 0.0)
         elif event < 0.23 and living:
             house.scheduler.finish(rng.choice(living), "stop", 0.0)  # a stop text was found
         elif event < 0.25:
@@ -172,7 +172,7 @@ class TestDepth:
         request = house.submit(prompt_len=4, max_tokens=60, ignore_eos=True)
         while house.deepest < 5:
             house.step()
-        house.scheduler.cancel(request, 0.0)
+        house.scheduler.finish(request, "cancelled", 0.0)
         assert house.pool.num_used
         house.run()
         house.check()

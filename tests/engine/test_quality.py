@@ -216,6 +216,14 @@ class TestMistakes:
         with pytest.raises(InvalidOption, match=sentence):
             make_meter(tiny_llama, **options).measure(TEXT)
 
+    def test_as_many_threads_as_asked_for(self, tiny_llama: Path) -> None:
+        before = torch.get_num_threads()
+        try:
+            make_meter(tiny_llama, config={"threads": before + 1})
+            assert torch.get_num_threads() == before + 1
+        finally:
+            torch.set_num_threads(before)
+
     def test_a_window_over_max_model_len(self, tiny_llama: Path) -> None:
         with pytest.raises(InvalidOption, match="--ctx 64 is over --max-model-len 32"):
             make_meter(tiny_llama, config={"max_model_len": 32})

@@ -272,7 +272,7 @@ class TestFailedStep:
         rig = Rig()
         request = rig.submit(tokens(6), max_tokens=9)
         plan = rig.plan()
-        rig.scheduler.cancel(request, 5.0)
+        rig.scheduler.finish(request, "cancelled", 5.0)
         assert rig.scheduler.fail(plan, 9.0) == []
         rig.in_flight.clear()
         rig.check()

@@ -6,8 +6,11 @@ import pytest
 
 from nanochat.engine import block_pool
 from nanochat.engine.prompt_limit import too_long
-from nanochat.engine.request import RequestStatus
+from nanochat.engine.recorder import Holdings
+from nanochat.engine.request import Request, RequestStatus
 from nanochat.engine.scheduler import Scheduler
+from nanochat.engine.stats import FREE
+from nanochat.engine.wait_queue import WaitQueue
 from nanochat.errors import InvalidOption, NotEnoughMemory, PromptTooLong
 from tests.engine.fake_device import reference_tokens
 from tests.engine.scheduling import Rig, scheduled, tokens
@@ -115,12 +118,38 @@ class TestSamePrefixInOneStep:
             assert follow_up.num_cached_tokens == 16  # of 18 + 1 tokens: the last one sampled was never fed
         rig.assert_finished_as_if_alone()
 
+    def test_who_waits_behind_a_preamble_is_counted_once_a_step(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Several prompts that begin alike are done in one step, and many more wait."""
+        rig = Rig(max_num_seqs=4, budget=64)
+        preamble = tokens(8)
+        first = rig.submit([*preamble, 2_000], max_tokens=8)
+        waiting = [rig.submit([*preamble, *tokens(5, salt=n)], max_tokens=1) for n in range(3, 23)]
+        resized: list[Request] = []
+        resize = WaitQueue.resize
+
+        def note(queue: WaitQueue, request: Request, uncached_tokens: int) -> None:
+            resized.append(request)
+            resize(queue, request, uncached_tokens)
+
+        monkeypatch.setattr(WaitQueue, "resize", note)
+        rig.step()
+        assert first.num_generated_tokens == 1
+        assert resized == waiting
+        assert {request.uncached_tokens for request in waiting} == {5}
+        rig.step()  # three more, and nothing new for those behind them
+        assert sum(request.num_generated_tokens for request in waiting) == 3
+        assert resized == waiting
+        rig.run()
+        rig.assert_finished_as_if_alone()
+
 
 class TestCancel:
     def test_queued(self) -> None:
         rig = Rig()
         request = rig.submit(tokens(9))
-        rig.scheduler.cancel(request, 5.0)
+        rig.scheduler.finish(request, "cancelled", 5.0)
         rig.check()
         assert (request.finish_reason, request.finished_s, rig.scheduler.has_work) == (
             "cancelled",
@@ -133,11 +162,14 @@ class TestCancel:
         request = rig.submit(tokens(9), max_tokens=9)
         rig.plan()
         rig.plan()
-        rig.scheduler.cancel(request, 5.0)
+        rig.scheduler.finish(request, "cancelled", 5.0)
         rig.check()
         assert rig.pool.num_used == 3
         assert rig.scheduler.has_work
         assert rig.scheduler.requests == ()
+        owner = Holdings.of(rig.scheduler).block_map().owner
+        assert owner.count(request.request_id) == 3  # nobody else can have them yet
+        assert owner.count(FREE) == len(owner) - 3
         assert rig.commit() == []
         assert rig.pool.num_used == 3
         assert rig.commit() == []
@@ -149,7 +181,7 @@ class TestCancel:
         request = rig.submit(tokens(30))
         rig.step()
         rig.plan()
-        rig.scheduler.cancel(request, 5.0)
+        rig.scheduler.finish(request, "cancelled", 5.0)
         rig.check()
         rig.commit()
         assert (rig.pool.num_used, rig.pool.num_cached) == (0, 4)  # what it wrote can still be reused
@@ -159,12 +191,12 @@ class TestCancel:
         request = rig.submit(tokens(9), max_tokens=2)
         other = rig.submit(tokens(9, salt=1), max_tokens=2)
         rig.plan()
-        rig.scheduler.cancel(request, 5.0)
-        rig.scheduler.cancel(request, 6.0)
+        rig.scheduler.finish(request, "cancelled", 5.0)
+        rig.scheduler.finish(request, "cancelled", 6.0)
         rig.commit()
-        rig.scheduler.cancel(request, 7.0)
+        rig.scheduler.finish(request, "cancelled", 7.0)
         rig.run()
-        rig.scheduler.cancel(other, 8.0)
+        rig.scheduler.finish(other, "cancelled", 8.0)
         rig.check()
         assert (request.finish_reason, request.finished_s) == ("cancelled", 5.0)
         assert other.finish_reason == "length"
@@ -175,7 +207,7 @@ class TestCancel:
         rig.step()
         second = rig.submit(tokens(16), max_tokens=8)
         rig.step()
-        rig.scheduler.cancel(first, 5.0)
+        rig.scheduler.finish(first, "cancelled", 5.0)
         rig.check()
         rig.run()
         assert second.token_ids == reference_tokens(second)

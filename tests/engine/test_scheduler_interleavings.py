@@ -150,7 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end_early(self, index: int, reason: str) -> None:
         request = self._pick(index)
         if reason == "cancelled":
-            self.scheduler.cancel(request, self.now)
+            self.scheduler.finish(request, "cancelled", self.now)
         else:
             self.scheduler.finish(request, "stop", self.now)
         assert request.status is RequestStatus.FINISHED

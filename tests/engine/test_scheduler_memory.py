@@ -65,7 +65,7 @@ class TestSharedPrefixes:
         first = rig.submit(tokens(40), max_tokens=1)
         second = rig.submit(tokens(40), max_tokens=1)
         rig.step()
-        rig.scheduler.cancel(first, 5.0)
+        rig.scheduler.finish(first, "cancelled", 5.0)
         rig.run()
         assert second.num_cached_tokens == 8
         assert second.finish_reason == "length"

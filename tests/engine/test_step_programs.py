@@ -234,6 +234,27 @@ def test_contexts_beyond_the_rotary_tables_are_recorded_anew(tmp_path: Path) -> 
         torch.testing.assert_close(actual, by_pytorch(decoder, other, host), atol=2e-4, rtol=2e-4)
 
 
+def test_a_recording_that_fails_is_made_by_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = make_decoder(tmp_path, "llama", torch.float32)
+    caches, other = make_caches(decoder), make_caches(decoder)
+    decoder.reserve_positions(10)
+    programs = record_steps(decoder, caches, library.find(), MAX_MODEL_LEN)
+    assert programs is not None
+    host = Sequences().step({0: random_tokens(15)}, [0])
+
+    def fail(*_: object) -> torch.Tensor:
+        raise MemoryError
+
+    with monkeypatch.context() as patches:
+        patches.setattr(decoder, "compute_logits", fail)
+        with pytest.raises(MemoryError):
+            programs.run(host)
+    actual = programs.run(host)[0].clone()
+    torch.testing.assert_close(actual, by_pytorch(decoder, other, host), atol=2e-4, rtol=2e-4)
+
+
 def test_steps_that_are_too_large_or_sample_too_many_do_not_fit(tmp_path: Path) -> None:
     decoder = make_decoder(tmp_path, "llama", torch.float32)
     with torch.inference_mode():

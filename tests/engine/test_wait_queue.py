@@ -57,17 +57,28 @@ def test_nobody_overtakes_a_request_that_has_lacked_memory_for_long() -> None:
     assert queue.blocked_steps(16) == 0
 
 
+def test_one_that_has_less_to_compute_keeps_its_place_and_how_long_it_has_lacked_memory() -> None:
+    queue = WaitQueue(patience=3)
+    first, second, third = fill(queue, [9, 8, 7])
+    queue.note_blocked(10)
+    queue.resize(first, 2)
+    queue.check()
+    assert list(queue.by_arrival) == [first, second, third]
+    assert set(queue.window(1, step=11)) == {first}
+    assert queue.blocked_steps(12) == 2
+
+
 def test_finds_those_that_begin_with_the_same_block() -> None:
     queue = WaitQueue(patience=3)
     twins = [make(0, 5, b"a"), make(2, 5, b"a")]
     others = [make(1, 5, b"b"), make(3, 5)]
     for request in (*twins, *others):
         queue.add(request)
-    assert queue.sharing(make(9, 5, b"a")) == twins
-    assert queue.sharing(make(9, 5, b"c")) == queue.sharing(make(9, 5)) == []
+    assert queue.sharing(twins[0].block_keys[0]) == twins
+    assert queue.sharing(make(9, 5, b"c").block_keys[0]) == []
     for request in twins:
         queue.remove(request)
-    assert queue.sharing(make(9, 5, b"a")) == []
+    assert queue.sharing(twins[0].block_keys[0]) == []
     queue.check()
 
 
