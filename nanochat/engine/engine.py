@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
-import operator
 import random
 import threading
 import time
@@ -21,13 +20,13 @@ from typing import Any, Self
 
 import torch
 
-from nanochat.engine.chat_template import encode_messages
+from nanochat.engine.chat_template import encode_items
 from nanochat.engine.config import EngineConfig, SamplingParams
 from nanochat.engine.cpu_threads import ThreadGovernor, choose_threads
 from nanochat.engine.detokenizer import Detokenizer
 from nanochat.engine.device import dtype_name
 from nanochat.engine.handle import RequestHandle
-from nanochat.engine.live_request import LiveRequest
+from nanochat.engine.live_request import LiveRequest, end_abandoned
 from nanochat.engine.loading import load_model, make_scheduler
 from nanochat.engine.memory import kv_bytes_per_token
 from nanochat.engine.outputs import TokenLogprobs
@@ -47,8 +46,10 @@ logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages of ``role`` and ``content``."""
 
-CLOSE_TIMEOUT_S = 30.0
-"""How long :meth:`Engine.close` waits for the step in progress."""
+CLOSE_TIMEOUT_S = 4.0
+"""How long :meth:`Engine.close` waits for the step in progress, before it ends the requests all the same."""
+EXIT_TIMEOUT_S = 30.0
+"""How long Python's own end waits for it."""
 
 
 class Engine:
@@ -115,7 +116,7 @@ class Engine:
         self._thread.start()
         self._watchdog.start(self._thread)
         # Python would tear itself down under a thread that computes, which ends in an abort.
-        atexit.register(self.close)
+        atexit.register(self._exit)
 
     @property
     def model_name(self) -> str:
@@ -189,7 +190,7 @@ class Engine:
             with panics_refused():
                 token_ids = list(self.tokenizer.encode(encodable(prompt)))
         else:
-            token_ids = self._encode_items(prompt)
+            token_ids = encode_items(self.tokenizer, prompt)
         if not token_ids:
             raise InvalidOption("The prompt is empty; give at least one token.")
         vocab_size = self._model.config.vocab_size
@@ -211,17 +212,24 @@ class Engine:
         return holdings.block_map()
 
     def close(self) -> None:
-        """Stop after the step in progress; what still runs ends as cancelled. Harmless when repeated."""
+        """Stop after the step in progress; what still runs ends as cancelled. Harmless when repeated.
+
+        Returns within ``CLOSE_TIMEOUT_S`` or so: if the step takes longer, requests end while it goes on.
+        """
         with self._inbox_condition:
             if self.closed_because is None:
                 self.closed_because = "The engine has been closed."
             self._inbox_condition.notify()
         if self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                with self._inbox_condition:
+                    end_abandoned([*self._submitted, *list(self._live.values())], self.closed_because)
         self._watchdog.close()
         if self._model.ranks is not None:
             self._model.ranks.close()
-        atexit.unregister(self.close)
+        if not self._thread.is_alive():
+            atexit.unregister(self._exit)
 
     def __enter__(self) -> Self:
         return self
@@ -231,18 +239,9 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _encode_items(self, prompt: Any) -> list[int]:
-        try:
-            if isinstance(prompt, (bytes, Mapping)):
-                raise TypeError("a sequence, but of nothing that a prompt is made of")
-            items = list(prompt)
-            if items and isinstance(items[0], Mapping):
-                return encode_messages(self.tokenizer, items)
-            return [operator.index(token) for token in items]
-        except TypeError as error:
-            raise InvalidOption(
-                "A prompt must be text, a list of token ids, or a list of messages with role and content."
-            ) from error
+    def _exit(self) -> None:
+        self.close()
+        self._thread.join(EXIT_TIMEOUT_S)
 
     def _cancel(self, request_id: int) -> None:
         with self._inbox_condition:

@@ -7,11 +7,12 @@ about who runs.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from nanochat.engine.detokenizer import Detokenizer
 from nanochat.engine.handle import RequestHandle
 from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput, TokenLogprobs
-from nanochat.engine.request import FinishReason, Request
+from nanochat.engine.request import FinishReason, Request, RequestStatus
 
 logger = logging.getLogger(__name__)
 
@@ -98,3 +99,15 @@ class LiveRequest:
             logprobs=self._logprobs if request.params.logprobs is not None else None,
             metrics=self.metrics(),
         )
+
+
+def end_abandoned(requests: Sequence[LiveRequest], because: str) -> None:
+    """Give callers their end while the step thread computes; whatever it delivers later reaches nobody."""
+    for live in requests:
+        request = live.request
+        if request.status is not RequestStatus.FINISHED and request.finish_reason is None:
+            request.finish_reason = "cancelled"
+        try:
+            live.end(because)
+        except Exception:  # the step thread was in the midst of its text
+            logger.exception("request %d could not be ended in order", request.request_id)

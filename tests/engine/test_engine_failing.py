@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from nanochat.engine import engine as engine_module
 from nanochat.engine import pipeline
+from nanochat.engine import runner as runner_module
 from nanochat.engine.config import EngineConfig, SamplingParams
 from nanochat.engine.detokenizer import Detokenizer
 from nanochat.engine.device import check_device
 from nanochat.engine.engine import Engine
 from nanochat.engine.live_request import LiveRequest
+from nanochat.engine.models.decoder import Decoder
+from nanochat.engine.runner import LaunchedStep
+from nanochat.engine.step_programs import StepPrograms
 from nanochat.errors import DeviceLost, EngineClosed
 from tests.engine.conftest import MakeEngine, assert_idle_and_consistent, wait_until
 
@@ -41,6 +48,56 @@ class TestFailing:
         assert "the lights went out" in output.error
         monkeypatch.setattr(runner, "launch", run)
         assert engine.submit("Hello", GREEDY).result(60).finish_reason in ("length", "stop")
+
+    @pytest.mark.parametrize(
+        ("where", "name", "way"),
+        [
+            (Decoder, "forward", "plain"),
+            (Decoder, "compute_logits", "plain"),
+            (StepPrograms, "run", "native"),
+            (runner_module, "sample", "native"),
+            (runner_module, "sample_together", "plain"),
+            (runner_module, "pack_batch", "both"),
+            (runner_module, "upload_batch", "plain"),
+            (LaunchedStep, "collect", "both"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_a_fault_between_packing_and_sampling_ends_those_in_the_step_only(
+        self,
+        make_engine: MakeEngine,
+        monkeypatch: pytest.MonkeyPatch,
+        where: Any,
+        name: str,
+        way: str,
+        dtype: str,
+    ) -> None:
+        """On either way to compute a step: those who come afterwards get what they get on a sound engine."""
+        engine = make_engine(dtype=dtype)
+        params = SamplingParams(temperature=0.8, seed=3, max_tokens=6, ignore_eos=True)
+        expected = engine.submit([40, 41, 42], params).result(60).token_ids
+        real, faults = getattr(where, name), []
+
+        def fail_once(*arguments: Any, **options: Any) -> Any:
+            if not faults:
+                faults.append(name)
+                raise RuntimeError(f"the {name} is broken")
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(where, name, fail_once)
+        first = engine.submit([40, 41, 42], params)
+        output = first.result(60)
+        second = engine.submit([40, 41, 42], params).result(60)
+        assert second.token_ids == expected
+        is_met = way == "both" or engine._model.runner.is_native == (way == "native")
+        assert bool(faults) == is_met
+        if is_met:
+            assert output.finish_reason == "error"
+            assert output.error == f"This step failed: the {name} is broken. Try again."
+        else:
+            assert output.token_ids == expected
+        assert_idle_and_consistent(engine)
 
     def test_text_that_cannot_be_made_fails_that_request_only(
         self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
@@ -187,6 +244,39 @@ class TestFailing:
 
 
 class TestClosing:
+    def test_a_step_that_hangs_keeps_nobody_waiting(
+        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Closed in good time, every request has its end with the text so far; the step may take for ever."""
+        assert engine_module.CLOSE_TIMEOUT_S < 5
+        monkeypatch.setattr(engine_module, "CLOSE_TIMEOUT_S", 0.2)
+        engine = make_engine(num_kv_blocks=120)
+        launch, hangs, go_on = type(engine._model.runner).launch, threading.Event(), threading.Event()
+
+        def hang(runner: Any, plan: Any) -> Any:
+            if plan.step > 5:
+                hangs.set()
+                go_on.wait(60)
+            return launch(runner, plan)
+
+        monkeypatch.setattr(type(engine._model.runner), "launch", hang)
+        running = [engine.submit([40 + number], LONG) for number in range(2)]
+        assert hangs.wait(60)
+        waiting = engine.submit([50], LONG)
+        began_s = time.monotonic()
+        engine.close()
+        assert time.monotonic() - began_s < 4
+        outputs = [handle.result(0) for handle in (*running, waiting)]
+        assert [output.finish_reason for output in outputs] == ["cancelled"] * 3
+        assert all(output.token_ids for output in outputs[:2])
+        events = running[0].poll()
+        assert "".join(event.text for event in events) == outputs[0].text
+        assert [token for event in events for token in event.token_ids] == outputs[0].token_ids
+        go_on.set()
+        wait_until(lambda: not engine._thread.is_alive())
+        assert running[0].poll() == []  # nothing comes after the end
+        assert engine.stats().blocks_used == 0
+
     def test_ends_what_runs_and_refuses_what_comes(self, make_engine: MakeEngine) -> None:
         engine = make_engine(num_kv_blocks=120)
         handles = [engine.submit([40], LONG) for _ in range(3)]
