@@ -28,10 +28,15 @@ class _Help(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Keeps what it repeats of a wrong value short."""
+    """Keeps what it repeats of a wrong value short, and doesn't say that it was done if its help got nowhere."""
 
     def error(self, message: str) -> NoReturn:
         super().error(sanitize_line(message, MAX_SENTENCE))
+
+    def print_help(self, file: Any = None) -> None:
+        super().print_help(file)
+        if file is None and sys.stdout is not None:
+            sys.stdout.flush()  # argparse ignores whatever goes wrong when it writes
 
 
 class _CommandParser(_Parser):
@@ -46,14 +51,10 @@ class _CommandParser(_Parser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
-    parser = make_parser()
-    args = parser.parse_args(argv)
-    if args.serve_web is not None and args.run is not _run_app:
-        parser.error("--serve-web has no effect on a command")
-    _take_early_options(parser, args)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a "?" beats a traceback where the locale lacks a character
     try:
+        args = _parse(argv)
         with interruptible():
             status = int(args.run(args))
         if sys.stdout is not None:
@@ -71,6 +72,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         _abandon_output()
         print(f"nanochat: {error.strerror or error}.", file=sys.stderr)
         return 1
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Ends the process with status 2 and a sentence where the arguments are wrong."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.serve_web is not None and args.run is not _run_app:
+        parser.error("--serve-web has no effect on a command")
+    _take_early_options(parser, args)
+    return args
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import shlex
 import subprocess
 import sys
@@ -73,6 +76,41 @@ class TestCompletion:
         program = f"{sys.executable} -m nanochat completion bash > {tmp_path}/c && . {tmp_path}/c && complete -p nanochat"
         done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
         assert "nanochat" in done.stdout
+
+
+COMMANDS = ["", "ask", "bench", "perplexity", "simulate", "demo", "serve", "config", "completion"]
+
+
+class TestWhereOutputGoesNowhere:
+    """A status of 0 would say that it was written."""
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
+    def test_to_a_full_disk(self) -> None:
+        for words in (*([*name.split(), "--help"] for name in COMMANDS), ["config"], ["completion", "bash"]):
+            assert self.run(words, "/dev/full") == (1, "nanochat: No space left on device.\n")
+
+    def test_to_a_reader_that_has_gone(self) -> None:
+        for words in (*([*name.split(), "--help"] for name in COMMANDS), ["config"], ["completion", "bash"]):
+            reading, writing = os.pipe()
+            os.close(reading)
+            try:
+                assert self.run(words, writing) == (1, "")
+            finally:
+                os.close(writing)
+
+    @staticmethod
+    def run(words: list[str], output: str | int) -> tuple[int, str]:
+        """In this process, which is quicker, with a standard output as Python would have made it."""
+        code, errors = 0, io.StringIO()
+        with pytest.MonkeyPatch.context() as patches, contextlib.redirect_stderr(errors):
+            file = open(output, "w", closefd=isinstance(output, str))  # noqa: SIM115
+            patches.setattr(sys, "stdout", file)
+            try:
+                code = main(words)
+            except SystemExit as error:
+                code = int(str(error.code or 0))
+            file.close()  # must have nothing left that can't be written
+        return code, errors.getvalue()
 
 
 class TestServeWeb:
