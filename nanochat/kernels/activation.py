@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanochat.kernels.checks import check_dense
 from nanochat.kernels.triton_utils import dependent_launch, enter, tanh
 
 _BLOCK = 1024
@@ -22,8 +23,7 @@ def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _gate(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
-    if gate_up.stride(1) != 1:
-        raise ValueError(f"gate_up must be dense in its last dim; its strides are {gate_up.stride()}")
+    check_dense(gate_up=gate_up)
     tokens, width = gate_up.shape
     out = torch.empty((tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():

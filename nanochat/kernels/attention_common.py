@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from nanochat.kernels.cache import AttentionBatch, LayerCache
+from nanochat.kernels.checks import check_dense
 from nanochat.kernels.triton_utils import LOG2_E, device_info
 
 MAX_HEAD_DIM = 256
@@ -28,11 +29,12 @@ def check_layout(q: torch.Tensor, cache: LayerCache, batch: AttentionBatch) -> N
         )
     if q.dtype == torch.bfloat16 and device_info(q.device).capability < 80:
         raise ValueError("q must not be bfloat16 on a GPU of compute capability below 8.0; use float16 there")
-    if q.stride(2) != 1:
-        raise ValueError(f"q must be dense in its last dim; its strides are {q.stride()}")
-    for name, tensor in (("block_tables", batch.block_tables), ("context_lens", batch.context_lens)):
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise ValueError(f"{name} must be dense in its last dim; its strides are {tensor.stride()}")
+    check_dense(
+        q=q,
+        block_tables=batch.block_tables,
+        context_lens=batch.context_lens,
+        query_starts=batch.query_starts,
+    )
     check_cache_layout(cache)
 
 

@@ -21,6 +21,17 @@ def _expect(condition: bool, name: str, expectation: str, tensor: torch.Tensor) 
         )
 
 
+def check_dense(**tensors: torch.Tensor | None) -> None:
+    """Refuse what a GPU's kernel reads as if neighbours in the last dim were neighbours in memory, and aren't.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(f"{name} must be dense in its last dim; its strides are {tensor.stride()}")
+
+
 def check_rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
     _expect(x.dim() == 2 and x.dtype in FLOATS, "x", "[T, hidden] of a float type", x)
     known = weight.dtype in FLOATS and weight.device == x.device

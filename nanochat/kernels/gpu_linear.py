@@ -48,7 +48,7 @@ def linear(
 ) -> torch.Tensor:
     """See `nanochat.kernels.linear`."""
     normed = x if isinstance(x, Normed) else Normed(x)
-    config = _config(normed.values, weight, 1)
+    config = _config(normed.values, weight, bias, 1)
     if config is None:
         if dtype == torch.float32 != weight.dtype and bias is None and weight.is_cuda:
             return torch.mm(divide_norm(normed), weight.T, out_dtype=dtype)
@@ -70,7 +70,7 @@ def silu_linear(
 ) -> torch.Tensor:
     """See `nanochat.kernels.silu_linear`."""
     normed = x if isinstance(x, Normed) else Normed(x)
-    config = _config(normed.values, weight, 2)
+    config = _config(normed.values, weight, bias, 2)
     if config is None:
         return silu_mul(linear(normed, weight, bias, scratch=scratch))
     shape = (normed.values.shape[0], weight.shape[0] // 2)
@@ -91,7 +91,7 @@ def linear_add_norm(
     scratch: dict[Any, Any] | None = None,
 ) -> tuple[Normed, torch.Tensor]:
     """See `nanochat.kernels.linear_add_norm`."""
-    config = _config(x, weight, 1)
+    config = _config(x, weight, bias, 1)
     # Undivided rows may be too large for FP16.
     types = (weight.dtype, norm_weight.dtype, residual.dtype)
     fits = types == (torch.bfloat16, torch.bfloat16, torch.float32)
@@ -111,7 +111,9 @@ def linear_add_norm(
     return Normed(values, squares, eps), summed
 
 
-def _config(x: torch.Tensor, weight: torch.Tensor, parts: int) -> LinearConfig | SplitConfig | None:
+def _config(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int
+) -> LinearConfig | SplitConfig | None:
     """How to launch for these rows and ``parts`` weights side by side; None: leave it to cuBLAS."""
     if (
         INTERPRETED  # which doesn't know Gluon
@@ -120,6 +122,7 @@ def _config(x: torch.Tensor, weight: torch.Tensor, parts: int) -> LinearConfig |
         or x.stride(1) != 1
         or x.stride(0) % 8
         or not weight.is_contiguous()
+        or (bias is not None and bias.stride(0) != 1)
         or x.data_ptr() % 16
         or weight.data_ptr() % 16
     ):

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from nanochat.kernels.attention_common import check_cache_layout
 from nanochat.kernels.cache import LayerCache
+from nanochat.kernels.checks import check_dense
 from nanochat.kernels.triton_utils import dependent_launch, enter, next_power_of_2
 
 _ELEMENTS = 8192
@@ -21,9 +22,7 @@ _ELEMENTS_INT8 = 2048
 def store_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.Tensor) -> None:
     """See `nanochat.kernels.store_kv`."""
     check_cache_layout(cache)
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.stride(2) != 1:
-            raise ValueError(f"{name} must be dense in its last dim; its strides are {tensor.stride()}")
+    check_dense(k=k, v=v)
     tokens, kv_heads, head_dim = k.shape
     if tokens == 0:
         return

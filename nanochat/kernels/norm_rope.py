@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanochat.kernels.checks import check_dense
 from nanochat.kernels.hadamard import hadamard, hadamard_size
 from nanochat.kernels.normed import Normed
 from nanochat.kernels.triton_utils import dependent_launch, enter, next_power_of_2
@@ -26,9 +27,7 @@ def rms_norm(
     plus_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `nanochat.kernels.rms_norm`."""
-    for name, tensor in (("x", x), ("residual", residual), ("weight", weight)):
-        if tensor is not None and tensor.stride(-1) != 1:
-            raise ValueError(f"{name} must be dense in its last dim; its strides are {tensor.stride()}")
+    check_dense(x=x, residual=residual, weight=weight)
     tokens, hidden = x.shape
     normed = torch.empty((tokens, hidden), dtype=weight.dtype, device=x.device)
     summed = x if residual is None else torch.empty_like(normed, dtype=residual.dtype)
@@ -153,9 +152,7 @@ def rope(
     spread: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `nanochat.kernels.rope`."""
-    for name, tensor in (("q", q), ("k", k), ("cos_sin", cos_sin)):
-        if tensor is not None and tensor.stride(-1) != 1:
-            raise ValueError(f"{name} must be dense in its last dim; its strides are {tensor.stride()}")
+    check_dense(q=q, k=k, cos_sin=cos_sin, q_norm=q_norm, k_norm=k_norm)
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     new_q = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)

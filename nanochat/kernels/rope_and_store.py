@@ -13,6 +13,7 @@ import triton.language as tl
 
 from nanochat.kernels.attention_common import check_cache_layout
 from nanochat.kernels.cache import LayerCache
+from nanochat.kernels.checks import check_dense
 from nanochat.kernels.composed import rope_then_store
 from nanochat.kernels.hadamard import hadamard
 from nanochat.kernels.kv_store import quantize, store_kv
@@ -46,6 +47,9 @@ def rope_store(
     plus_one: bool = False,
 ) -> torch.Tensor:
     """See `nanochat.kernels.rope_store`."""
+    check_dense(
+        q=q, k=k, v=v, positions=positions, cos_sin=cos_sin, slots=slots, q_norm=q_norm, k_norm=k_norm
+    )
     tokens, heads, head_dim = q.shape
     half = head_dim // 2
     # Heads are read as two halves that turn into each other; what else there is is left to the other kernels.
@@ -66,9 +70,6 @@ def rope_store(
             plus_one=plus_one,
         )
     check_cache_layout(cache)
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("cos_sin", cos_sin)):
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"{name} must be dense in its last dim; its strides are {tensor.stride()}")
     kv_heads = k.shape[1]
     new_q = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     dependent = dependent_launch(q.device)

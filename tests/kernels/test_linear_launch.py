@@ -107,6 +107,9 @@ def test_a_layers_maps_one_after_another(monkeypatch: pytest.MonkeyPatch, rows: 
     # Rows that are not 16-byte aligned are not for the kernel.
     launches = kernel.launches
     gpu_linear.linear(Normed(randn(rows, 600)[:, 1:577]), head)
+    # Nor is a bias whose values lie apart.
+    apart = torch.stack([bias, -bias], dim=1)[:, 0]
+    assert torch.equal(gpu_linear.linear(mixed, out, apart), F.linear(mixed, out, bias))
     assert kernel.launches == launches
 
 

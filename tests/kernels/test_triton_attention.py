@@ -187,6 +187,9 @@ def test_layouts_that_cannot_be_read_are_refused() -> None:
     spread = torch.zeros(1, 8, dtype=torch.int32, device=DEVICE)[:, ::2]
     with pytest.raises(ValueError, match="block_tables must be dense"):
         gpu.attention(case.q, case.cache, dataclasses.replace(case.batch, block_tables=spread), scale=1.0)
+    starts = torch.zeros(4, dtype=torch.int32, device=DEVICE)[::2]
+    with pytest.raises(ValueError, match="query_starts must be dense"):
+        gpu.attention(case.q, case.cache, dataclasses.replace(case.batch, query_starts=starts), scale=1.0)
     uneven = LayerCache(case.cache.k[:, :8], case.cache.v[:, :8])
     with pytest.raises(ValueError, match=r"cache\.k must be dense"):
         gpu.attention(case.q, uneven, case.batch, scale=1.0)

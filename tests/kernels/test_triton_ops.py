@@ -190,3 +190,20 @@ def test_layouts_that_cannot_be_read_are_refused() -> None:
     slots = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="k must be dense"):
         gpu.store_kv(randn(2, 8, 4).transpose(1, 2), randn(2, 4, 8), cache, slots)
+
+
+@pytest.mark.parametrize("tokens", [3, 200])
+@pytest.mark.parametrize("name", ["positions", "slots", "q_norm", "k_norm"])
+def test_numbers_that_lie_apart_are_refused(name: str, tokens: int) -> None:
+    """Every other of twice as many: read as neighbours, they were others' positions, and K went to others' slots."""
+    heads, numbers = randn(tokens, 2, 8), torch.arange(2 * tokens, device=DEVICE)
+    arguments: dict[str, torch.Tensor] = {"positions": numbers[:tokens], "slots": numbers[:tokens]}
+    arguments[name] = randn(8, 2)[:, 0] if "norm" in name else numbers[::2]
+    positions, slots = arguments.pop("positions"), arguments.pop("slots")
+    cache = empty_cache(32, 16, 2, 8, torch.float32, int8=False, device=DEVICE)
+    with pytest.raises(ValueError, match=f"{name} must be dense"):
+        gpu.rope_store(heads, heads, heads, positions, randn(400, 8), cache, slots, **arguments)
+    if "norm" in name:
+        with pytest.raises(ValueError, match=f"{name} must be dense"):
+            gpu.rope(heads, heads, positions, randn(400, 8), **arguments)
+    assert cache.k.isnan().all()
