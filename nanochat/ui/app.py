@@ -45,6 +45,7 @@ from nanochat.ui.terminal import UnfitTerminal, check_terminal, reserved_screen
 from nanochat.ui.textual_private import (
     has_left_terminal,
     let_alt_digits_through,
+    let_text_have_no_room,
     retake_terminal,
     write_to_terminal,
 )
@@ -92,6 +93,7 @@ class NanochatApp(App[None]):
         """
         super().__init__()
         let_alt_digits_through()
+        let_text_have_no_room()
         self.actions = actions
         self.look = look or AppSettings()
         self.presets = dict(presets or {})

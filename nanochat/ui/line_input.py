@@ -46,7 +46,17 @@ class LineInput(Input):
             await self.app.run_action(action, self)
 
 
-class TextInput(TextArea):
+class Area(TextArea):
+    """A text area of which nothing is left once it is gone."""
+
+    def on_mount(self) -> None:
+        self._mounted_on = self.screen
+
+    def on_unmount(self) -> None:
+        let_go(self, self._mounted_on)
+
+
+class TextInput(Area):
     """Several lines; Tab leaves it."""
 
     def __init__(self, text: str, placeholder: str, id: str) -> None:
@@ -60,12 +70,6 @@ class TextInput(TextArea):
             id=id,
         )
         self.cursor_blink = False
-
-    def on_mount(self) -> None:
-        self._mounted_on = self.screen
-
-    def on_unmount(self) -> None:
-        let_go(self, self._mounted_on)
 
     def load_text(self, text: str) -> None:
         """Replace the text; whatever it comes from, it is fit to be shown."""

@@ -13,8 +13,7 @@ from nanochat.ui import formatting as fmt
 from nanochat.ui import keys as key_names
 from nanochat.ui.actions import find, slash_hints
 from nanochat.ui.chrome import actions_of
-from nanochat.ui.line_input import editing_keys
-from nanochat.ui.textual_private import let_go
+from nanochat.ui.line_input import Area, editing_keys
 
 FOLD_CHARACTERS = 2_000
 FOLD_LINES = 20
@@ -28,7 +27,7 @@ _EDITING_KEYS = editing_keys(TextArea)
 """Actions of the text area by key."""
 
 
-class Prompt(TextArea):
+class Prompt(Area):
     """The text to send. Its state is only what has not been sent yet."""
 
     @dataclass
@@ -56,15 +55,11 @@ class Prompt(TextArea):
         self._hint = ""
 
     def on_mount(self) -> None:
-        self._mounted_on = self.screen
         send, new_line = (find(name, actions_of(self)) for name in ("send", "new_line"))
         self._send_keys, self._new_line_keys = key_names.split(send.keys), key_names.split(new_line.keys)
         self._hint = f"{send.key_label} sends · {new_line.key_label} new line"
         self.border_subtitle = self._hint
         self.move_cursor(self.document.end)
-
-    def on_unmount(self) -> None:
-        let_go(self, self._mounted_on)
 
     def action_send(self) -> None:
         """Send what is there, unless it is nothing but blanks.

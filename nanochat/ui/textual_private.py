@@ -8,11 +8,13 @@ from typing import Any
 from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual._styles_cache import StylesCache
 from textual.app import App
+from textual.content import Content
 from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import TextArea
 
 _AltDigit = Enum("_AltDigit", {f"ALT_{digit}": f"alt+{digit}" for digit in range(10)})  # type: ignore[misc]
+_WRAP = Content._wrap_and_format
 _KEYS: dict[str, Any] = ANSI_SEQUENCES_KEYS  # type: ignore[assignment]
 
 
@@ -24,6 +26,18 @@ def let_alt_digits_through() -> None:
     """
     for key in _AltDigit:
         _KEYS[f"\x1b{key.value[-1]}"] = (key,)
+
+
+def let_text_have_no_room() -> None:
+    """Have a text be drawn where there is no room for a single character, as in a window a few columns wide.
+
+    Textual ends the app with an error there: it divides the text into lines of no characters.
+    """
+    Content._wrap_and_format = _wrap_into_one_column_at_least  # type: ignore[method-assign,assignment]
+
+
+def _wrap_into_one_column_at_least(content: Content, width: int, *args: Any, **options: Any) -> Any:
+    return _WRAP(content, max(1, width), *args, **options)
 
 
 def write_to_terminal(app: App[Any], sequence: str) -> None:

@@ -189,6 +189,25 @@ async def test_a_screen_that_is_too_small_says_so_and_loses_nothing(tiny_llama: 
         assert "Too small" not in driver.screen_text()
 
 
+NARROW = [(1, 40), (2, 40), (4, 30), (7, 30), (14, 30), (60, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    "keys", [("", "ctrl+p"), pytest.param(("f7", "ctrl+g", "f1"), marks=pytest.mark.slow)]
+)
+async def test_no_size_ends_the_app_whatever_is_open(tiny_llama: Path, keys: tuple[str, ...]) -> None:
+    """A window that is made very narrow for a moment, as by tiling window managers and in tmux."""
+    async with started(tiny_llama, hold=True) as driver:
+        for key in keys:
+            await driver.press(*filter(None, [key]))
+            for width, height in NARROW:
+                await driver.pilot.resize_terminal(width, height)
+                await driver.settle()
+            await driver.pilot.resize_terminal(120, 36)
+            await driver.press("escape")
+        await driver.until_seen("Ask something")
+
+
 @pytest.mark.slow
 async def test_resizing_while_answers_stream(long_llama: Path) -> None:
     async with started(long_llama, sampling=ENDLESS, **LONG) as driver:
