@@ -132,10 +132,15 @@ class Shapes:
         tokens = [n for n in self._tokens if n <= RECORDED_TOKENS]
         rows, longest = self._rows[0], self._context_class(1)
         context = self._prefill_context(rows, longest, 1)
-        return [
+        shapes = [
             *(StepShape(n, 0, 0, self._max_model_len, 0) for n in decodes),
             *(StepShape(0, rows, n, longest, context) for n in tokens),
         ]
+        if longest < self._max_model_len:
+            # Other kernels, which a long chat would else wait for: compiling them takes seconds once a machine.
+            context = self._prefill_context(rows, self._max_model_len, 1)
+            shapes.append(StepShape(0, rows, tokens[-1], self._max_model_len, context))
+        return shapes
 
     def _context_class(self, context_len: int) -> int:
         short = min(SHORT_CONTEXT, self._max_model_len)
@@ -279,13 +284,14 @@ class StepGraphs:
 
     def _record(self, shape: StepShape, host: torch.Tensor) -> torch.Tensor:
         """Run a step launch by launch, which compiles and allocates what stays, and record the same meanwhile."""
-        if len(self._recordings) >= MAX_RECORDINGS:
+        is_kept = shape not in self._unrecordable
+        if is_kept and len(self._recordings) >= MAX_RECORDINGS:
             torch.cuda.current_stream(self._decoder.device).synchronize()  # it may be running
             del self._recordings[next(iter(self._recordings))]
         inputs = self.inputs(shape)
         inputs.send(host)
         sampled = self.step(inputs)
-        if shape not in self._unrecordable:
+        if is_kept:
             try:
                 self._recordings[shape] = self._capture(inputs)
             except Exception as error:

@@ -14,6 +14,9 @@ from nanochat.kernels.checks import check_dense
 from nanochat.kernels.triton_utils import LOG2_E, device_info
 
 MAX_HEAD_DIM = 256
+ROWS_OF_PREFILLS = ["block_tables_ptr", "context_lens_ptr", "query_starts_ptr"]
+"""Begin with the first row that prefills, anywhere: a kernel compiled for aligned ones would be compiled again when
+other chats decode beside it, and everybody wait for seconds."""
 
 
 def check_layout(q: torch.Tensor, cache: LayerCache, batch: AttentionBatch) -> None:

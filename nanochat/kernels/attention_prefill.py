@@ -2,7 +2,7 @@
 
 A program takes a tile of query rows of one request, the query heads that share a KV head side by side, and
 walks over the keys that tile may see, in the style of FlashAttention-2 (arXiv:2307.08691): first the tiles
-that every row sees whole, without masks, then those on the diagonal. Which request a program serves is found
+that every row sees whole, without masks, then those on the diagonal; with a window, those on its edge before. Which request a program serves is found
 on the device, so that nothing but the packed length is known to the host. Knows nothing of requests or models.
 """
 
@@ -12,7 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from nanochat.kernels.attention_common import check_layout, int8_to_float, load_blocks, score_scales, slots_of
+from nanochat.kernels.attention_common import (
+    ROWS_OF_PREFILLS,
+    check_layout,
+    int8_to_float,
+    load_blocks,
+    score_scales,
+    slots_of,
+)
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.kv_convert import convert_prefills, is_worth_converting
 from nanochat.kernels.triton_utils import INTERPRETED, dependent_launch, device_info, next_power_of_2, tanh
@@ -74,19 +81,21 @@ def prefill_in_place(
     softcap: float,
 ) -> None:
     """Launch for ``q [T - num_decodes, H, D]``, whatever the cache's type, without checks."""
+    int8_config = prefill_int8_config(batch.max_context_len)
     if (
         device_info(q.device).capability == 90
         and not INTERPRETED
         and cache.k_scale is not None
         and q.dtype != torch.float32
         and q.shape[2] in HOPPER_HEAD_DIMS
+        and q.shape[1] // cache.k.shape[2] <= int8_config.block_m
         and batch.max_context_len > HOPPER_MIN_CONTEXT
         and window == 0
         and softcap == 0
     ):
         from nanochat.kernels.attention_prefill_hopper import launch_prefill_int8
 
-        launch_prefill_int8(q, cache, batch, out, prefill_int8_config(batch.max_context_len), scale=scale)
+        launch_prefill_int8(q, cache, batch, out, int8_config, scale=scale)
         return
     config = _config(q, cache, batch)
     launch_prefill(q, cache, batch, out, config, scale=scale, window=window, softcap=softcap)
@@ -168,7 +177,10 @@ def launch_prefill(
     )
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_tokens", "num_rows", "first_token", "window"])
+@triton.jit(
+    do_not_specialize=["table_stride", "num_tokens", "num_rows", "first_token", "window"],
+    do_not_specialize_on_alignment=ROWS_OF_PREFILLS,
+)
 def _prefill_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -249,10 +261,13 @@ def _prefill_kernel(
     query_positions = context_len - num_queries + queries
     end = tl.minimum(lowest + BLOCK_Q, context_len)
     first_key_tile = 0
+    first_whole = 0
     whole_tiles = (lowest + 1) // BLOCK_N
     if WINDOWED:
         first_key_tile = tl.maximum(lowest - window + 1, 0) // BLOCK_N
-        whole_tiles = first_key_tile
+        # Where the last query's window has begun, those of all have.
+        first_whole = tl.cdiv(tl.maximum(lowest + BLOCK_Q - window, 0), BLOCK_N)
+        first_whole = tl.minimum(first_whole, whole_tiles)
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
@@ -261,7 +276,8 @@ def _prefill_kernel(
     if k_scale_ptr is not None:
         k_scale_ptr += head
         v_scale_ptr += head
-    for MASKED in tl.static_range(0, 2):
+    # Tiles on the edge of the window, whole ones, and those on the diagonal.
+    for PART in tl.static_range(0 if WINDOWED else 1, 3):
         acc, norm, peak = _attend(
             q,
             acc,
@@ -274,8 +290,8 @@ def _prefill_kernel(
             k_scale_ptr,
             v_scale_ptr,
             table,
-            whole_tiles if MASKED else first_key_tile,
-            tl.cdiv(end, BLOCK_N) if MASKED else whole_tiles,
+            first_key_tile if PART == 0 else first_whole if PART == 1 else whole_tiles,
+            first_whole if PART == 0 else whole_tiles if PART == 1 else tl.cdiv(end, BLOCK_N),
             context_len,
             kv_stride_token,
             scale_stride_token,
@@ -289,7 +305,7 @@ def _prefill_kernel(
             CAPPED,
             NATIVE,
             HAS_BF16,
-            MASKED,
+            PART != 1,
         )
     tl.store(out_ptrs, acc / norm[:, None], mask=query_mask)
 
@@ -369,7 +385,7 @@ def _attend(
             scores = tl.where(visible, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1) * to_log2)
         base = new_peak
-        if WINDOWED:  # a row may have seen nothing yet
+        if WINDOWED and MASKED:  # a row may have seen nothing yet
             base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights = tl.exp2(scores * to_log2 - base[:, None])
         shrink = tl.exp2(peak - base)

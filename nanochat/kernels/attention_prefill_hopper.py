@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from nanochat.kernels.attention_common import score_scales
+from nanochat.kernels.attention_common import ROWS_OF_PREFILLS, score_scales
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.triton_utils import next_power_of_2
 from nanochat.kernels.tuning import PrefillConfig
@@ -38,7 +38,8 @@ def launch_prefill_int8(
 ) -> None:
     """Launch for 16-bit ``q [T - num_decodes, H, D]`` and an INT8 cache, without checks.
 
-    ``config``: 16 query rows a warp, and as many keys as query rows; its stages are two in any case.
+    ``config``: 16 query rows a warp, and as many keys as query rows; its stages are two in any case. No more query
+    heads may share a KV head than it has query rows.
     """
     tokens, heads, head_dim = q.shape
     first_row = batch.num_decodes
@@ -81,7 +82,10 @@ def launch_prefill_int8(
     )
 
 
-@gluon.jit(do_not_specialize=["table_stride", "num_tokens", "num_rows", "first_token"])
+@gluon.jit(
+    do_not_specialize=["table_stride", "num_tokens", "num_rows", "first_token"],
+    do_not_specialize_on_alignment=ROWS_OF_PREFILLS,
+)
 def _prefill_int8_kernel(
     q_ptr: gl.tensor,
     k_ptr: gl.tensor,

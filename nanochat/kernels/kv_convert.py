@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanochat.kernels.attention_common import int8_to_float
+from nanochat.kernels.attention_common import ROWS_OF_PREFILLS, int8_to_float
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.triton_utils import (
     INTERPRETED,
@@ -130,7 +130,10 @@ def launch_convert(
     )
 
 
-@triton.jit(do_not_specialize=["table_stride", "copy_table_stride", "num_rows", "window"])
+@triton.jit(
+    do_not_specialize=["table_stride", "copy_table_stride", "num_rows", "window"],
+    do_not_specialize_on_alignment=[*ROWS_OF_PREFILLS, "copy_tables_ptr"],
+)
 def _convert_kernel(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,

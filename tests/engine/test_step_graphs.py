@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from nanochat.engine import loading
+from nanochat.engine import loading, step_graphs
 from nanochat.engine.config import EngineConfig, SamplingParams
 from nanochat.engine.memory import allocate_caches
 from nanochat.engine.request import Request
@@ -118,6 +118,8 @@ class TestShapes:
         common = self.shapes.common()
         assert self.fit([chunk(1, 9)], []) in common
         assert self.fit([], [chunk(100)]) in common
+        assert self.fit([], [chunk(500, 5000)]) in common
+        assert Shapes(8, 2048, 4096, 0).common()[-1].max_context_len == 4096
         assert len(common) < 30
 
 
@@ -163,6 +165,23 @@ def test_a_shape_that_prefills_is_recorded_when_it_comes_again(tiny_llama: Path)
     assert graphs.choose(one) == graphs.shapes.fit(one)
     assert graphs.next_unrecorded() == graphs.shapes.fit(other)
     assert graphs.next_unrecorded() is None
+
+
+def test_a_step_that_is_not_recorded_costs_no_recording(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(model=str(tiny_llama), device="cpu", dtype="float32", num_kv_blocks=8)
+    runner = loading.load_model(config, lambda progress: None).runner
+    graphs = StepGraphs(
+        runner.decoder, runner._caches, max_num_seqs=8, max_num_tokens=64, max_model_len=MAX_MODEL_LEN
+    )
+    monkeypatch.setattr(step_graphs, "MAX_RECORDINGS", 1)
+    kept, left_out = graphs.shapes.common()[:2]
+    graphs._recordings = recordings = {kept: object()}  # type: ignore[dict-item]
+    graphs.leave_out(left_out)
+    with torch.inference_mode():
+        graphs.run(left_out, graphs.pack(StepPlan(0, (), (), ()), left_out)[0])
+    assert set(recordings) == {kept}
 
 
 def test_a_recording_that_fails_in_a_pause_ends_nothing(

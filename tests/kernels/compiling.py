@@ -73,7 +73,8 @@ class Recorder:
                 continue
             if isinstance(value, torch.Tensor):
                 signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
-                aligned = True
+                # As at run time: what is a view from somewhere in a tensor may lie anywhere.
+                aligned = value.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment
             else:
                 signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
                 aligned = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize

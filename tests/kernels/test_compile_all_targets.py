@@ -7,6 +7,7 @@ must hold nearly everything: code tuned on a data-centre card is thus kept from 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -167,6 +168,53 @@ def test_prefill_attention_after_conversion(monkeypatch: pytest.MonkeyPatch, dim
         launch = functools.partial(attention_prefill.prefill_attention, *inputs, scale=1.0)
         check_launches(monkeypatch, 90, attention_prefill, "_prefill_kernel", launch)
     assert len(kv_convert._convert_kernel.launches) == 2
+
+
+def test_decodes_beside_a_prefill_compile_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the rows that prefill begin is a number like others: it was an alignment, and a compilation in mid-chat."""
+    modules = (attention_prefill, attention_prefill_hopper, kv_convert)
+    for module in modules:
+        monkeypatch.setattr(module, "device_info", lambda device: DeviceInfo(90, NUM_SMS), raising=False)
+    names = ("_prefill_kernel", "_prefill_int8_kernel", "_convert_kernel")
+    recorders = [Recorder(getattr(module, name)) for module, name in zip(modules, names, strict=True)]
+    for module, name, recorder in zip(modules, names, recorders, strict=True):
+        monkeypatch.setattr(module, name, recorder)
+    for int8 in (False, True):
+        q, cache, batch = attention_inputs(90, 128, int8, 8, 32, 1024)
+        for num_decodes in range(6):
+            mixed = dataclasses.replace(batch, num_decodes=num_decodes)
+            attention_prefill.prefill_attention(q, cache, mixed, scale=1.0)
+            if int8:
+                kv_convert.convert_prefills(cache, mixed, q.dtype, 0)
+    for recorder in recorders:
+        assert len(recorder.launches) == 6
+        first = recorder.launches[0].source
+        for other in (launch.source for launch in recorder.launches):
+            assert (other.signature, other.constants) == (first.signature, first.constants)
+            assert other.attrs == first.attrs
+
+
+@pytest.mark.parametrize("context", [200, 1024])
+@pytest.mark.parametrize("group", [32, 64, 80, 128, 160])
+def test_any_number_of_heads_may_share_one(monkeypatch: pytest.MonkeyPatch, group: int, context: int) -> None:
+    """The Hopper kernel's tiles have room for some; others go to the kernel whose tiles grow with them."""
+    for module in (attention_prefill, attention_prefill_hopper):
+        monkeypatch.setattr(module, "device_info", lambda device: DeviceInfo(90, NUM_SMS), raising=False)
+    recorders = []
+    for module, name in (
+        (attention_prefill, "_prefill_kernel"),
+        (attention_prefill_hopper, "_prefill_int8_kernel"),
+    ):
+        recorders.append(Recorder(getattr(module, name)))
+        monkeypatch.setattr(module, name, recorders[-1])
+    _, cache, batch = attention_inputs(90, 128, True, 2, 32, context)
+    shared = LayerCache(
+        cache.k[:, :, :1], cache.v[:, :, :1], cache.k_scale[:, :, :1], cache.v_scale[:, :, :1]
+    )
+    q = torch.zeros(64, group, 128, dtype=torch.bfloat16)
+    attention_prefill.prefill_attention(q, shared, batch, scale=1.0)
+    small_enough = group <= (64 if context <= 256 else 128)
+    assert [len(recorder.launches) for recorder in recorders] == [not small_enough, small_enough]
 
 
 @pytest.mark.slow

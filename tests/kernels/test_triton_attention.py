@@ -143,6 +143,22 @@ def test_prefill_at_other_tile_sizes(block_m: int) -> None:
     torch.testing.assert_close(out.cpu().double(), dense_attention(case, scale=0.25), atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("window", "int8"), [(15, False), (16, False), (17, True), (33, False), (40, True), (64, False)]
+)
+def test_a_window_wider_than_tiles(window: int, int8: bool) -> None:
+    """Tiles on its edge, whole ones within it, and those on the diagonal: of windows around tiles' bounds."""
+    rows = [(1, 40), (20, 101), (9, 9), (16, 80), (5, 0)]
+    case = make_case(rows, num_decodes=1, heads=1, kv_heads=1, dim=16, block_size=16, int8=int8)
+    moved = on_device(case)
+    config = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
+    out = torch.full_like(moved.q[1:], float("nan"))
+    launch_prefill(moved.q[1:], moved.cache, moved.batch, out, config, scale=0.25, window=window, softcap=0.0)
+    expected = dense_attention(case, scale=0.25, window=window)[1:]
+    tolerance = INT8_TOLERANCE if int8 else 2e-5
+    torch.testing.assert_close(out.cpu().double(), expected, atol=tolerance, rtol=tolerance)
+
+
 def test_tokens_of_no_row_and_empty_rows_give_zeros() -> None:
     case = make_case([(1, 0), (1, 5), (4, 0), (3, 9)], num_decodes=2, dim=16, block_size=16)
     moved = on_device(case)
