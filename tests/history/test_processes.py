@@ -67,20 +67,22 @@ def test_kill_9_while_streaming(file: Path, seed: int) -> None:
     assert kill_and_check(file, seed) <= 1.0
 
 
-@pytest.mark.slow
-def test_kill_9_fifty_times(tmp_path: Path) -> None:
-    """Ten times each file; the files side by side, because a streaming process mostly waits."""
+@pytest.mark.parametrize(
+    "times", [pytest.param(3, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.long)]
+)
+def test_kill_9_up_to_fifty_times(tmp_path: Path, times: int) -> None:
+    """So many times each file; five files side by side, because a streaming process mostly waits."""
 
-    def kill_ten(first: int) -> float:
+    def kill(first: int) -> float:
         file = tmp_path / str(first) / "history.db"
-        lost = max(kill_and_check(file, seed) for seed in range(first, first + 10))
+        lost = max(kill_and_check(file, seed) for seed in range(first, first + times))
         with History(file) as history:
-            assert len(history.list_chats()) == 10
+            assert len(history.list_chats()) == times
             assert len(history.restore_tabs()) == 1  # each process closed the others' tabs
         return lost
 
     with ThreadPoolExecutor(5) as pool:
-        assert max(pool.map(kill_ten, range(0, 50, 10))) <= 1.0
+        assert max(pool.map(kill, range(0, 50, 10))) <= 1.0
 
 
 def states_of(history: History, chat_id: int) -> dict[int, str]:

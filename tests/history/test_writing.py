@@ -47,6 +47,33 @@ class TestCannotWrite:
         assert len(problems) == 2
         assert "another program has locked" in str(problems[0])
 
+    def test_a_change_that_fails_half_way_leaves_nothing_and_its_neighbours_are_saved(
+        self, saved: Path
+    ) -> None:
+        """They may be saved in one transaction."""
+        problems: list[HistoryError | None] = []
+        half_way, go_on = threading.Event(), threading.Event()
+
+        def hold(connection: sqlite3.Connection) -> None:
+            half_way.set()
+            go_on.wait(20)  # what follows gathers into one batch
+
+        def fail(connection: sqlite3.Connection) -> None:
+            connection.execute("UPDATE chats SET title = 'half done'")
+            raise ValueError("no such thing")
+
+        with History(saved, report=problems.append) as history:
+            history._writer.submit(hold)
+            assert half_way.wait(20)
+            history.create_chat("Before")
+            history._writer.submit(fail)
+            history.create_chat("After")
+            go_on.set()
+            history.flush()
+            assert sorted(chat.title for chat in history.list_chats()) == ["After", "Before", "Chat"]
+        (problem,) = problems
+        assert "no such thing" in str(problem)
+
     def test_what_a_caller_gave_up_waiting_for_is_not_done_later(
         self, saved: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
