@@ -1,16 +1,17 @@
 """Six workloads of a chat on a CPU, for nanochat and for what its users would run otherwise.
 
-    OMP_NUM_THREADS=2 python -m benchmarks.cpu --engine nanochat --json ours.json
-    python -m benchmarks.cpu --engine llama_cpp --gguf MODEL.gguf --json theirs.json
-    python -m benchmarks.cpu --engine transformers --json others.json
-    python -m benchmarks.cpu --compare ours.json theirs.json others.json
+    OMP_NUM_THREADS=2 python -m benchmarks.cpu --engine nanochat --engine llama_cpp --engine transformers \\
+        --gguf MODEL.gguf --json all.json
+    OMP_NUM_THREADS=2 python -m benchmarks.cpu --json ours.json
+    python -m benchmarks.cpu --compare ours.json theirs.json
     OMP_NUM_THREADS=2 python -m benchmarks.cpu --workloads w6 --kv int8 --json int8.json
 
 W1 one chat, 64 tokens in, 128 out: decode tok/s. W2 eight of them at once: all their tok/s. W3 six turns with
 100 new tokens each: time to the sixth's first token, ms. W4 a prompt of 2,000 tokens: prefill tok/s. W5 such a
 prompt arrives beside a running chat: its longest gap between tokens, ms, and the prompt's time to the first
 token, s. W6, which has to be asked for, eight chats of 2,000 tokens each: all their tok/s. Everyone gets the same token ids and decodes greedily; each workload runs once to warm up and then
-``--repeat`` times, of which the medians are kept. An engine has the process to itself, for its peak memory.
+``--repeat`` times, of which the medians are kept. An engine has the process to itself, for its peak memory; of several, one after the other, the report begins with the
+first one's ratios to the others, above 1 where the first is better.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import json
 import random
 import resource
 import statistics
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -149,9 +153,35 @@ def make_peer(args: argparse.Namespace) -> Peer:
     return Nanochat(options)
 
 
-def compare(files: list[Path]) -> None:
-    """A table: ratios to the first file's figures, above 1 where the first is better; then the figures."""
-    reports = [json.loads(file.read_text()) for file in files]
+def ratio(key: str, ours: float, theirs: float) -> float:
+    """Above 1 where ours is better."""
+    return ours / theirs if key in HIGHER_IS_BETTER else theirs / ours
+
+
+def measure_all(engines: list[str], options: list[str], json_file: Path | None) -> None:
+    """Each in a process of its own, told ``options``; then the table, and one report of all."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{engine}.json" for engine in engines]
+        for engine, file in zip(engines, files, strict=True):
+            print(f"{engine}:", flush=True)
+            command = [sys.executable, "-m", "benchmarks.cpu", *options, "--engine", engine]
+            subprocess.run([*command, "--json", str(file)], check=True)
+        reports = [json.loads(file.read_text()) for file in files]
+    compare(reports)
+    ours, *others = reports
+    ratios = {
+        other["engine"]: {
+            key: round(ratio(key, x, other["medians"][key]), 3) for key, x in ours["medians"].items()
+        }
+        for other in others
+    }
+    if json_file:
+        report = {"ratios": ratios, **describe_machine(), "command": sys.argv[1:], "reports": reports}
+        json_file.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def compare(reports: list[dict[str, Any]]) -> None:
+    """A table: ratios to the first report's figures, above 1 where the first is better; then the figures."""
     names = [f"{report['engine']} {report['variant']}" for report in reports]
     print("| workload | " + " | ".join([f"ratio to {name}" for name in names[1:]] + names) + " |")
     print("|---" * (2 * len(names)) + "|")
@@ -159,16 +189,26 @@ def compare(files: list[Path]) -> None:
         if any(key not in report["medians"] for report in reports):
             continue
         figures = [report["medians"][key] for report in reports]
-        ratios = [figures[0] / x if key in HIGHER_IS_BETTER else x / figures[0] for x in figures[1:]]
-        cells = [f"{ratio:.2f}" for ratio in ratios] + [f"{x:,.4g}" for x in figures]
+        ratios = [ratio(key, figures[0], x) for x in figures[1:]]
+        cells = [f"{x:.2f}" for x in ratios] + [f"{x:,.4g}" for x in figures]
         print(f"| {title} | " + " | ".join(cells) + " |")
+
+
+def options_of_one(args: argparse.Namespace) -> list[str]:
+    """What was said on the command line, but for the engines and the report."""
+    options = ["--weights", args.weights, "--kv", args.kv, "--threads", str(args.threads)]
+    options += ["--repeat", str(args.repeat), "--workloads", *args.workloads]
+    options += ["--gguf", str(args.gguf)] if args.gguf else []
+    return options + (["--no-repack"] if args.no_repack else [])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--engine", choices=["nanochat", "llama_cpp", "transformers"], default="nanochat")
+    parser.add_argument(
+        "--engine", dest="engines", action="append", choices=["nanochat", "llama_cpp", "transformers"]
+    )
     parser.add_argument("--weights", default="auto", help="nanochat's formats; of transformers bf16 or fp32")
     parser.add_argument("--kv", choices=["auto", "int8"], default="auto")
     parser.add_argument("--gguf", type=Path, help="the model for llama_cpp")
@@ -181,9 +221,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--compare", type=Path, nargs="+", metavar="FILE")
     args = parser.parse_args()
+    engines = args.engines or ["nanochat"]
     if args.compare:
-        compare(args.compare)
+        compare([json.loads(file.read_text()) for file in args.compare])
         return
+    if "llama_cpp" in engines and args.gguf is None:
+        parser.error("llama_cpp needs --gguf")
+    if len(engines) > 1:
+        measure_all(engines, options_of_one(args), args.json)
+        return
+    args.engine = engines[0]
     peer = make_peer(args)
     runs = []
     for seed in range(args.repeat + 1):

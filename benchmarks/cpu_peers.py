@@ -14,6 +14,8 @@ from typing import Any, Protocol
 CHUNK = 128
 """Tokens of a prompt in a step, while another chat is running."""
 BATCH = 2048
+LONGEST = 2560
+"""Tokens of a chat that is alone, with its answer."""
 
 
 @dataclass
@@ -67,7 +69,11 @@ class _Row:
 
 
 class LlamaCpp:
-    """``llama_decode`` over one context with eight sequences."""
+    """``llama_decode`` over a context with a sequence for each chat.
+
+    The caches of many are apart, as llama.cpp's documentation asks for where chats have no long beginning in common: in
+    one cache each chat's attention meets all chats' keys.
+    """
 
     def __init__(self, gguf: Path, threads: int, repack: bool) -> None:
         """``repack``: let it bring weights into an order for the processor; some builds crash over AMX then."""
@@ -78,11 +84,9 @@ class LlamaCpp:
         model_params = llama_cpp.llama_model_default_params()
         model_params.use_extra_bufts = repack
         self._model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), model_params)
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 8192, BATCH, 512, 8
-        params.n_threads = params.n_threads_batch = threads
-        params.kv_unified = True
-        self._context = llama_cpp.llama_init_from_model(self._model, params)
+        self._threads = threads
+        self._context: Any = None
+        self._room = (0, 0)
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
         self._cached: list[int] = []
@@ -91,12 +95,30 @@ class LlamaCpp:
             "threads": threads,
             "chunk": CHUNK,
             "repack": repack,
+            "system": llama_cpp.llama_print_system_info().decode(),
         }
 
+    def _make_room(self, jobs: list[Job]) -> None:
+        """A context for so many chats, of as many tokens as the longest has; a chat alone keeps its own."""
+        longest = max(len(job.prompt) + job.out for job in jobs)
+        room = (len(jobs), LONGEST if len(jobs) == 1 else -(-longest // 256) * 256)
+        if room == self._room:
+            return
+        if self._context is not None:
+            self._lib.llama_free(self._context)
+        params = self._lib.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = room[0] * room[1], room[0]
+        params.n_batch, params.n_ubatch = BATCH, 512
+        params.n_threads = params.n_threads_batch = self._threads
+        params.kv_unified = room[0] <= 2  # a step of a prompt's part and one token would be cut in two
+        self._context = self._lib.llama_init_from_model(self._model, params)
+        self._room, self._cached = room, []
+
     def run(self, jobs: list[Job]) -> list[list[float]]:
+        self._make_room(jobs)
         memory = self._lib.llama_get_memory(self._context)
         kept = min(common_prefix(self._cached, jobs[0].prompt), len(jobs[0].prompt) - 1)
-        for seq in range(8):
+        for seq in range(len(jobs)):
             self._lib.llama_memory_seq_rm(memory, seq, kept if seq == 0 else 0, -1)
         rows: list[_Row] = []
         while len(rows) < len(jobs) or not all(row.done for row in rows):
@@ -141,7 +163,8 @@ class LlamaCpp:
             row.times.append(time.perf_counter())
 
     def close(self) -> None:
-        self._lib.llama_free(self._context)
+        if self._context is not None:
+            self._lib.llama_free(self._context)
         self._lib.llama_model_free(self._model)
 
 

@@ -280,10 +280,11 @@ class Runner:
         if step.has_pending_ids:
             pending = np.flatnonzero(ids < 0)  # which only decodes have, and they come first
             ids[pending] = last_ids[step.seats[pending]]
-        logits, best = programs.run(step.batch)
+        is_greedy = all(chunk.request.params.is_plainly_greedy for chunk in plan.sampling)
+        logits, best = programs.run(step.batch, only_likeliest=is_greedy)
         if not len(step.seats):
             return None
-        if all(chunk.request.params.is_plainly_greedy for chunk in plan.sampling):
+        if is_greedy:
             output = SampleOutput(best.clone(), None)
         else:
             output = sample(logits, SamplingBatch.from_chunks(plan.sampling, self.decoder.device))

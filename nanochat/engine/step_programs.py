@@ -56,15 +56,16 @@ class StepPrograms:
         """Whether a step of these tokens can be run."""
         return self._fitting(host) is not None
 
-    def run(self, host: HostBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, host: HostBatch, *, only_likeliest: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the rows that sample, logits ``[S, vocab]`` float32 and the likeliest token ``[S]`` int64.
 
-        The next run overwrites them. K and V are stored. Only steps that fit.
+        With ``only_likeliest`` logits of tokens that can't be it may be rough. The next run overwrites them. K and V are
+        stored. Only steps that fit.
         """
         recording = self._fitting(host)
         if recording is None:
             raise ValueError(f"a step of {len(host.input_ids)} tokens has no recording")
-        return recording.run(host)
+        return recording.run(host, only_likeliest)
 
     def _fitting(self, host: HostBatch) -> _Recording | None:
         if self._few.fits(host):
@@ -99,7 +100,7 @@ class _Recording:
         """Whether there is room for a step's tokens, and for those that sample."""
         return len(host.input_ids) <= self._num_tokens.most and len(host.sample_rows) <= MAX_FEW_ROWS
 
-    def run(self, host: HostBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, host: HostBatch, only_likeliest: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See `StepPrograms.run`."""
         if host.context_lens.max() > self._longest:
             self._record(int(host.context_lens.max()))
@@ -109,6 +110,7 @@ class _Recording:
         self._num_samples.set(num_samples)
         for buffer, values in zip(self._inputs, host, strict=True):
             buffer[tuple(map(slice, values.shape))] = values
+        self._program.wants_all.set(not only_likeliest)
         self._program.run()
         return self._logits[:num_samples], self._best[:num_samples]
 

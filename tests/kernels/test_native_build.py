@@ -57,6 +57,23 @@ def test_a_library_of_other_sources_is_not_used(
     assert library.find() is None
 
 
+def test_other_options_or_another_compiler_make_another_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_native()
+    assert build.is_current()
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_FLAGS", [*build._FLAGS, "-DSOMETHING"])
+        assert not build.is_current()
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\necho "cc (of another make) 99.1"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    assert not build.is_current()
+    monkeypatch.setenv("CC", str(tmp_path / "none"))  # what is there can be used without a compiler
+    assert build.is_current()
+
+
 @pytest.mark.usefixtures("forget")
 def test_without_a_library_all_is_computed_by_pytorch(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -141,6 +141,27 @@ def test_a_key_that_is_no_number_shows_in_the_answer(dtype: torch.dtype, row: tu
     assert ops.attention(case.q, case.cache, case.batch, scale=0.1).isnan().all()
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_value_that_is_no_number_reaches_only_queries_that_see_it(
+    dtype: torch.dtype, window: int, number: float
+) -> None:
+    """As it is when each query is alone with the keys it sees."""
+    skip_what_would_be_rounded(dtype)
+    case = make_case([(90, 100)], dtype=dtype)
+    options = {"scale": 0.1, "window": window}
+    clean = ops.attention(case.q, case.cache, case.batch, **options)
+    place, size = 70, case.cache.block_size
+    slot = int(case.batch.block_tables[0, place // size]) * size + place % size
+    case.cache.v.flatten(0, 1)[slot] = number
+    spoilt = ops.attention(case.q, case.cache, case.batch, **options)
+    positions = torch.arange(10, 100)
+    sees = (positions >= place) & ((positions < place + window) if window else torch.tensor(True))
+    assert torch.equal(spoilt[sees].isfinite(), torch.zeros_like(spoilt[sees], dtype=torch.bool))
+    close(spoilt[~sees], clean[~sees], 1.6e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
 def test_what_is_not_native_is_refused() -> None:
     x = randn(40, 64, dtype=torch.bfloat16)
     with pytest.raises(NotNative, match="groups"):

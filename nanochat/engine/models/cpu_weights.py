@@ -41,7 +41,12 @@ def prepare_weights(
     head: Weights = weights
     if weights == "auto":
         head = "int8" if compact else "auto"
-    _prepare(decoder.lm_head, head, shared=decoder.config.tie_word_embeddings)
+    _prepare(
+        decoder.lm_head,
+        head,
+        shared=decoder.config.tie_word_embeddings,
+        for_logits=True,
+    )
     if weights != "auto":
         return weights
     if 2 * compact > len(linears):
@@ -74,8 +79,11 @@ def _linears(decoder: Decoder) -> Iterator[Linear]:
             yield layer.mlp.down
 
 
-def _prepare(linear: Linear, weights: Weights, *, shared: bool = False) -> bool:
-    """Returns whether few rows meet it in 4 bits now. ``shared``: the plain weight stays in memory anyway."""
+def _prepare(linear: Linear, weights: Weights, *, shared: bool = False, for_logits: bool = False) -> bool:
+    """Returns whether few rows meet it in 4 bits now.
+
+    ``shared``: the plain weight stays in memory anyway. ``for_logits``: often only a row's largest result is wanted.
+    """
     weight, bias = linear.weight, linear.bias
     is_native = weights != "fp32" and native_linear.can_take(weight)
     compact: Any = native_linear if is_native else cpu_linear
@@ -90,6 +98,8 @@ def _prepare(linear: Linear, weights: Weights, *, shared: bool = False) -> bool:
     kernel: LinearKernel
     if quantized is not None:
         kernel = compact.int4(quantized, bias, many)
+    elif weights == "int8" and for_logits and is_native:
+        kernel = native_linear.largest(weight, bias, many)
     elif weights == "int8":
         kernel = compact.int8(weight, bias, many)
     elif is_native or many is None:

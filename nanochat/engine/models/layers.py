@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from nanochat import kernels
 from nanochat.engine.models.families import Activation, LayerConfig, ModelConfig, MoEConfig
 from nanochat.engine.parallel import ALONE, Collectives
-from nanochat.kernels import Normed, cpu_linear
+from nanochat.kernels import Normed
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.cpu_linear import LinearKernel
 
@@ -222,11 +221,10 @@ class MoE:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         weights = weights.to(x.dtype)
         out = torch.zeros_like(x)
-        linear = F.linear if x.is_cuda else cpu_linear.linear
         for expert in chosen.unique().tolist():
             tokens, ranks = torch.where(chosen == expert)
-            inner = self.activate(linear(x[tokens], self.gate_up[expert]))
-            mixed = linear(inner, self.down[expert]) * weights[tokens, ranks].unsqueeze(-1)
+            inner = self.activate(kernels.linear(x[tokens], self.gate_up[expert]))
+            mixed = kernels.linear(inner, self.down[expert]) * weights[tokens, ranks].unsqueeze(-1)
             out.index_add_(0, tokens, mixed)
         return self._ranks.all_reduce(out)
 

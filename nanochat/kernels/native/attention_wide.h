@@ -157,6 +157,39 @@ INLINE void weigh_rows(const Op *op, const Run *run, int r, int count, const Sig
     store(run->total, FLOAT32, r, load_floats(run->total + r) * kept + sums_of(added));
 }
 
+/* What the run's row r sees of the tile whose first key is at `place`. */
+INLINE Sight sight_of(const Op *op, const Run *run, const Tile *tile, int64_t place, int r) {
+    const int64_t end = run->end + r / run->group, begin = op->window && end > op->window ? end - op->window : 0;
+    const int64_t low = begin > place ? begin - place : 0, high = end - place < tile->count ? end - place : tile->count;
+    return (Sight){low < TILE ? (int)low : TILE, (int)high, 0, 0};
+}
+
+/* Whether the tile's values hold no NaN and no infinity. */
+INLINE int has_numbers_only(const Op *op, const Tile *tile, int type) {
+    vf zeros = {0}; /* NaN once something else was there */
+    for (int i = 0; i < tile->count; i++)
+        for (int d = 0; d < op->head_dim; d += LANES)
+            zeros += 0.0f * load(op->v_cache, type, tile->slots[i] * op->head_dim + d);
+    return sum(zeros) == 0.0f;
+}
+
+/* The product of weights and values without those that a row doesn't see, whose weight of 0 would make NaN of NaN. */
+static __attribute__((noinline)) void add_seen_values(const Op *op, const Run *run, const Tile *tile, int64_t place,
+                                                      int type) {
+    const int dim = op->head_dim;
+    for (int r = 0; r < run->count * run->group; r++) {
+        const Sight sight = sight_of(op, run, tile, place, r);
+        for (int i = sight.low; i < sight.high; i++) {
+            const float weight = load_one(run->weights, ELEM, (int64_t)r * TILE + i);
+            for (int d = 0; d < dim; d += LANES) {
+                const int64_t to = (int64_t)r * dim + d;
+                const vf value = load(op->v_cache, type, tile->slots[i] * dim + d);
+                store(run->sums, FLOAT32, to, load_floats(run->sums + to) + weight * value);
+            }
+        }
+    }
+}
+
 /* All queries of the run over the tile whose first key is at `place`. */
 INLINE void meet_tile(const Op *op, const Run *run, const Tile *tile, int64_t place, int type) {
     const int rows = run->count * run->group, dim = op->head_dim;
@@ -167,15 +200,20 @@ INLINE void meet_tile(const Op *op, const Run *run, const Tile *tile, int64_t pl
     }
     pack_tile(op, run, tile, type);
     product(run->q, run->padded_dim, run->k, run->padded_dim, TILE / PANEL, run->scores, TILE, rows, 0);
+    int is_seen_whole = 1;
     for (int r = 0; r < rows; r += LANES) {
         const int count = rows - r < LANES ? rows - r : LANES;
         Sight sights[LANES];
         for (int i = 0; i < count; i++) {
-            const int64_t end = run->end + (r + i) / run->group, begin = op->window && end > op->window ? end - op->window : 0;
-            const int64_t low = begin > place ? begin - place : 0, high = end - place < tile->count ? end - place : tile->count;
-            sights[i] = (Sight){low < TILE ? (int)low : TILE, (int)high, type == INT8 ? k_units : 0, type == INT8 ? v_units : 0};
+            sights[i] = sight_of(op, run, tile, place, r + i);
+            is_seen_whole &= sights[i].low == 0 && sights[i].high == tile->count;
+            if (type == INT8) sights[i].k_units = k_units, sights[i].v_units = v_units;
         }
         weigh_rows(op, run, r, count, sights);
+    }
+    if (type != INT8 && !is_seen_whole && !has_numbers_only(op, tile, type)) {
+        add_seen_values(op, run, tile, place, type);
+        return;
     }
     product(run->weights, TILE, run->v, TILE, dim / PANEL, run->sums, dim, rows, 1);
 }

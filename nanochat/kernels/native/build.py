@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -30,11 +31,13 @@ _X86_SETS = {
     "plain": "-O2",
 }
 _OTHER_SETS = {"plain": "-O3"}
+_LINK = ["-O2", "-lpthread", "-lm"]
 
 
 def sources_hash() -> str:
-    """Of all C files here: a library built from others is not used."""
-    digest = hashlib.sha256()
+    """Of all C files here, and the options they are compiled with: a library built from others is not used."""
+    options = [_LINK, _FLAGS, sorted((_X86_SETS if _is_x86() else _OTHER_SETS).items())]
+    digest = hashlib.sha256(repr(options).encode())
     for path in sorted([*FOLDER.glob("*.c"), *FOLDER.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:32]
@@ -46,17 +49,16 @@ def build() -> str:
     Raises:
         RuntimeError: there is no C compiler, or it fails.
     """
-    command = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "clang"]
+    command = _compiler()
     if shutil.which(command[0]) is None:
         raise RuntimeError("there is no C compiler")
     with tempfile.TemporaryDirectory(dir=FOLDER, prefix="build-") as temporary:
         folder = Path(temporary)
-        is_x86 = platform.machine().lower() in ("x86_64", "amd64")
         compiling = {
             name: _start(
                 [*command, *_FLAGS, *flags.split(), "-c", f"isa_{name}.c", "-o", f"{folder / name}.o"]
             )
-            for name, flags in (_X86_SETS if is_x86 else _OTHER_SETS).items()
+            for name, flags in (_X86_SETS if _is_x86() else _OTHER_SETS).items()
             if name != "amx" or sys.platform == "linux"  # which other systems don't let programs use
         }
         # A compiler may be too old for the newest instructions: then the library does without them.
@@ -64,15 +66,32 @@ def build() -> str:
         if failures["plain"]:
             raise RuntimeError(failures["plain"])
         built = [name for name, failure in failures.items() if not failure]
-        defines = [f"-DWITH_{name.upper()}" for name in built] + [f'-DSOURCES="{sources_hash()}"']
+        defines = [f"-DWITH_{name.upper()}" for name in built]
+        defines += [f'-DSOURCES="{sources_hash()}"', f'-DCOMPILER="{_version(command)}"']
         objects = [f"{folder / name}.o" for name in built]
         library = folder / LIBRARY.name
-        link = [*command, *_FLAGS, "-O2", *defines, "-shared", "pool.c", *objects, "-o", str(library)]
-        link += ["-lpthread", "-lm"]
+        link = [*command, *_FLAGS, *defines, "-shared", "pool.c", *objects, "-o", str(library), *_LINK]
         if failure := _failure(_start(link)):
             raise RuntimeError(failure)
         library.replace(LIBRARY)  # at once: another process may be loading it
     return ", ".join(built)
+
+
+def _is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "clang"]
+
+
+def _version(command: list[str]) -> str:
+    """What a compiler says of itself, in letters that need no quotes; empty if it says nothing."""
+    try:
+        said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return re.sub(r"[^\w.+ -]", "", said.partition("\n")[0])
 
 
 def _start(command: list[str]) -> subprocess.Popen[str]:
@@ -86,11 +105,14 @@ def _failure(process: subprocess.Popen[str]) -> str:
 
 
 def is_current() -> bool:
-    """Whether the library is there, and built from the sources that are there."""
+    """Whether the library is there, built from the sources that are there and by the compiler that would be used."""
     try:
         handle = ctypes.CDLL(str(LIBRARY))
-        handle.nanochat_sources.restype = ctypes.c_char_p
-        return bool(handle.nanochat_sources() == sources_hash().encode())
+        handle.nanochat_sources.restype = handle.nanochat_compiler.restype = ctypes.c_char_p
+        if handle.nanochat_sources() != sources_hash().encode():
+            return False
+        version = _version(_compiler())
+        return not version or bool(handle.nanochat_compiler() == version.encode())
     except (OSError, AttributeError):
         return False
 

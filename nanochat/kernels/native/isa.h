@@ -5,6 +5,8 @@
 
 #include "linear.h"
 
+#include "linear_upper.h"
+
 #include "pack.h"
 
 #include "sample.h"
@@ -31,6 +33,12 @@ const Kernels KERNELS = {
         [LINEAR_WIDE_INT4] = run_linear_wide,
         [LINEAR_WIDE_INT8] = run_linear_wide,
         [LINEAR_WIDE_FLOAT] = run_linear_wide,
+        [LINEAR_WIDE_HALVES] = run_linear_wide,
+        [LINEAR_UPPER] = run_linear_upper,
+        [BOUND] = run_bound,
+        [LINEAR_REST] = run_linear_rest,
+        [WIDEN] = run_widen,
+        [PACK_HALVES] = run_pack_halves,
         [ATTENTION_WIDE] = run_attention_wide,
         [ROPE_STORE] = run_rope_store,
         [ATTENTION] = run_attention,

@@ -113,6 +113,18 @@ INLINE void panel_int4(const Op *op, int64_t panel, int64_t t, int count) {
     for (int r = 0; r < count; r++) finish_panel(op, t + r, panel, acc[r]);
 }
 
+/* acc + group g of a row of k numbers times the group's values + 128. */
+INLINE vf add_int8_group(vf acc, const vu *quads, const int8_t *row, int64_t k, int64_t g) {
+    const float *scales = (const float *)(row + k);
+    const int32_t *offsets = (const int32_t *)(scales + 2 * (k / GROUP));
+    vi even = (vi){0} + (IS_OFFSET ? offsets[g] : 0), odd = {0};
+    for (int j = 0; j < 8; j += 2) {
+        even = dot_wide(even, quads[j], row + g * GROUP + 4 * j);
+        odd = dot_wide(odd, quads[j + 1], row + g * GROUP + 4 * j + 4);
+    }
+    return acc + __builtin_convertvector(even + odd, vf) * scales[g];
+}
+
 INLINE void panel_int8(const Op *op, int64_t panel, int64_t t, int count) {
     const int64_t k = op->inner, groups = k / GROUP, row_bytes = quantized_row_bytes(k);
     const uint8_t *w = (const uint8_t *)op->w + panel * groups * INT8_BYTES;
@@ -121,17 +133,7 @@ INLINE void panel_int8(const Op *op, int64_t panel, int64_t t, int count) {
     for (int64_t g = 0; g < groups; g++, w += INT8_BYTES) {
         vu quads[8];
         for (int j = 0; j < 8; j++) quads[j] = load_bits(w + 64 * j);
-        for (int r = 0; r < count; r++) {
-            const int8_t *row = x + r * row_bytes;
-            const float *scales = (const float *)(row + k);
-            const int32_t *offsets = (const int32_t *)(scales + 2 * groups);
-            vi even = (vi){0} + (IS_OFFSET ? offsets[g] : 0), odd = {0};
-            for (int j = 0; j < 8; j += 2) {
-                even = dot_wide(even, quads[j], row + g * GROUP + 4 * j);
-                odd = dot_wide(odd, quads[j + 1], row + g * GROUP + 4 * j + 4);
-            }
-            acc[r] += __builtin_convertvector(even + odd, vf) * scales[g];
-        }
+        for (int r = 0; r < count; r++) acc[r] = add_int8_group(acc[r], quads, x + r * row_bytes, k, g);
     }
     const vf scale = load_floats((const float *)op->w_scales + panel * PANEL);
     for (int r = 0; r < count; r++) finish_panel(op, t + r, panel, acc[r] * scale);

@@ -78,6 +78,22 @@ def int8(weight: torch.Tensor, bias: torch.Tensor | None, many: LinearKernel | N
     )
 
 
+def largest(
+    weight: torch.Tensor, bias: torch.Tensor | None, many: LinearKernel | None = None
+) -> LinearKernel:
+    """`int8`, half of which is read for few rows where only a row's largest result is wanted: for logits."""
+    (halves, vectors), size = linear_ops.pack_halves(weight), weight.shape[0]
+
+    def few(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return linear_ops.linear_largest(x, halves, vectors, size, bias).to(dtype or x.dtype)
+
+    return NativeLinear(
+        few,
+        many
+        or (lambda x, dtype=None: linear_ops.linear_wide(x, halves, vectors, size, bias, dtype or x.dtype)),
+    )
+
+
 def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearKernel:
     """The weight as it is, float32 or bfloat16."""
     size = weight.shape[0]

@@ -26,15 +26,21 @@ enum Kind {
     SAMPLE,        /* y = a token drawn from logits x; summed is used up */
     PACK_INT4,     /* y = x [n, inner] in 4 bits; summed[panel] = how far a number is from its level, in steps */
     PACK_INT8,     /* y = x [n, inner] in 8 bits; summed[output] = its scale */
-    LINEAR_WIDE_INT4, /* y = x @ w.T + bias of many rows, x as it is; w as of LINEAR_INT4 and so on. With AVX-512
-                         both factors are BF16, as in ATTENTION_WIDE */
+    LINEAR_WIDE_INT4, /* y = x @ w.T + bias of many rows; w as of LINEAR_INT4 and so on. With AVX-512 both factors
+                         are BF16, as in ATTENTION_WIDE, else float32, and so x must be */
     LINEAR_WIDE_INT8,
     LINEAR_WIDE_FLOAT,
     ATTENTION_WIDE, /* ATTENTION, for runs of many tokens */
+    LINEAR_UPPER,   /* y = about x @ w.T + bias of quantised x; `linear_upper.h` has these four, and the order of w */
+    BOUND,          /* summed[t] = two numbers that say which of LINEAR_UPPER's y may be the largest */
+    LINEAR_REST,    /* those of y as LINEAR_INT8 has them, or all */
+    PACK_HALVES,    /* y = x, which PACK_INT8 made, and w_scales; summed = each panel's vectors */
+    LINEAR_WIDE_HALVES,
+    WIDEN,          /* y = x, float32 of BF16 */
     NUM_KINDS
 };
 
-enum { GROUP = 32, PANEL = 16, MAX_GROUP_HEADS = 16, MAX_HEAD_DIM = 256 };
+enum { GROUP = 32, PANEL = 16, MAX_GROUP_HEADS = 16, MAX_HEAD_DIM = 256, SPREAD = 64 };
 
 typedef struct Op {
     int32_t kind;
@@ -45,7 +51,7 @@ typedef struct Op {
     float eps, scale, softcap, unused;
     int64_t x_stride, k_stride, v_stride; /* numbers from one row to the next */
     const int32_t *rows;       /* how many rows there are when it runs */
-    const int32_t *batch_rows; /* ATTENTION: how many runs of tokens */
+    const int32_t *batch_rows; /* ATTENTION: how many runs of tokens. LINEAR_UPPER and so on: 1 if all of y is wanted */
     const void *x, *k, *v;
     void *y;
     const void *w, *w_scales, *bias;

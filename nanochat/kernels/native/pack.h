@@ -77,3 +77,40 @@ static void run_pack_int8(const Op *op, int64_t first, int64_t last) {
     else
         pack_int8(op, first, last, BFLOAT16);
 }
+
+/* The line through (upper half, value) of an output: see `linear_upper.h`. */
+INLINE void fit_line(const uint8_t *w, int64_t n, float scale, float *vectors, int i) {
+    double u = 0, v = 0, uu = 0, uv = 0, vv = 0;
+    for (int64_t k = 0; k < n; k++) {
+        const double upper = w[k] >> 4, value = (double)w[k] - 128.0;
+        u += upper, v += value, uu += upper * upper, uv += upper * value, vv += value * value;
+    }
+    u /= (double)n, v /= (double)n;
+    const double spread = uu / (double)n - u * u, shared = uv / (double)n - u * v;
+    const double slope = spread > 1e-9 ? shared / spread : 0.0, left = vv / (double)n - v * v - slope * shared;
+    vectors[i] = scale;
+    vectors[PANEL + i] = (float)slope * scale;
+    vectors[2 * PANEL + i] = (float)(v - slope * u) * scale;
+    vectors[3 * PANEL + i] = (float)sqrt(left > 0.0 ? left : 0.0) * scale;
+}
+
+/* What PACK_INT8 made in x, and its scales, cut in halves. */
+static void run_pack_halves(const Op *op, int64_t first, int64_t last) {
+    const int64_t k = op->inner, groups = k / GROUP, panels = (op->n + PANEL - 1) / PANEL;
+    uint8_t *values = scratch((size_t)k);
+    if (!values) return;
+    for (int64_t panel = first; panel < last; panel++) {
+        const uint8_t *from = (const uint8_t *)op->x + panel * groups * INT8_BYTES;
+        uint8_t *upper = (uint8_t *)op->y + panel * groups * HALF_BYTES, *lower = upper + panels * groups * HALF_BYTES;
+        for (int64_t g = 0; g < groups; g++)
+            for (int at = 0; at < HALF_BYTES; at++) {
+                const uint8_t near = from[g * INT8_BYTES + at], far = from[g * INT8_BYTES + HALF_BYTES + at];
+                upper[g * HALF_BYTES + at] = (uint8_t)(near >> 4 | (far & 0xf0));
+                lower[g * HALF_BYTES + at] = (uint8_t)((near & 15) | far << 4);
+            }
+        for (int i = 0; i < PANEL; i++) {
+            for (int64_t at = 0; at < k; at++) values[at] = from[at / 4 * 64 + 4 * i + at % 4];
+            fit_line(values, k, ((const float *)op->w_scales)[panel * PANEL + i], (float *)op->summed + panel * 4 * PANEL, i);
+        }
+    }
+}

@@ -67,6 +67,7 @@ static int64_t units_of(const Op *op, int64_t *cost) {
     case LINEAR_WIDE_INT4:
     case LINEAR_WIDE_INT8:
     case LINEAR_WIDE_FLOAT:
+    case LINEAR_WIDE_HALVES:
         *cost = (int64_t)PANEL * op->inner * rows / 4;
         return rows ? (op->n + PANEL - 1) / PANEL : 0;
     case ATTENTION_WIDE:
@@ -74,8 +75,16 @@ static int64_t units_of(const Op *op, int64_t *cost) {
         return (rows + query_tile(op) - 1) / query_tile(op) * op->kv_heads;
     case PACK_INT4:
     case PACK_INT8:
+    case PACK_HALVES:
         *cost = (int64_t)PANEL * op->inner * 8;
         return (op->n + PANEL - 1) / PANEL;
+    case LINEAR_UPPER:
+        *cost = (int64_t)PANEL * op->inner * (rows + 1) / 2;
+        return rows && !*op->batch_rows ? (op->n + PANEL - 1) / PANEL : 0;
+    case LINEAR_REST:
+        *cost = (int64_t)PANEL * (*op->batch_rows ? op->inner * (rows + 1) / 2 : 8 * rows);
+        if (!rows || *op->batch_rows) return rows ? (op->n + PANEL - 1) / PANEL : 0;
+        return ((op->n + PANEL - 1) / PANEL + SPREAD - 1) / SPREAD * SPREAD;
     case SAMPLE:
         *cost = SMALLEST_PART;
         return rows;
@@ -332,5 +341,6 @@ EXPORT int nanochat_run(const Op *ops, int num_ops, int threads, const char *nam
     return was_short ? 2 : 0;
 }
 
-/* What the library was built from. */
+/* What the library was built from, and by which compiler. */
 EXPORT const char *nanochat_sources(void) { return SOURCES; }
+EXPORT const char *nanochat_compiler(void) { return COMPILER; }

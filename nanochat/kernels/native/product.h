@@ -167,7 +167,8 @@ INLINE void tile_product(const elem *a, int64_t a_stride, const elem *b, int64_t
     if (two_rows && two_panels) _tile_stored(3, more_c + PANEL, line);
 }
 
-/* Between `begin_products` and `end_products`. With `add`, to what c holds. */
+/* Between `begin_products` and `end_products`. With `add`, to what c holds. Not inline: three callers would each have a
+ * copy of all its sizes, and a call is nothing beside the rows it multiplies. */
 static __attribute__((noinline)) void product(const elem *a, int64_t a_stride, const elem *b, int64_t k, int panels, float *c, int64_t c_stride,
                     int rows, int add) {
     for (int r = 0; r < rows; r += 32) {

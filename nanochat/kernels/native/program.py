@@ -88,6 +88,9 @@ class Program:
         """By the address of a tensor's memory."""
         self._kept: list[Any] = []
         """Tensors that operations point to."""
+        self.wants_all = Counter(1)
+        """0 where only the largest of each row of a `linear_largest` matters to the next run."""
+        self.wants_all.set(1)
 
     def __len__(self) -> int:
         return len(self._ops)

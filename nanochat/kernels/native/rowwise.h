@@ -88,6 +88,12 @@ static void run_gelu(const Op *op, int64_t first, int64_t last) {
         gated(op, first, last, BFLOAT16, 0);
 }
 
+static void run_widen(const Op *op, int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; t++)
+        for (int64_t i = 0; i < op->n; i += LANES)
+            store(op->y, FLOAT32, t * op->n + i, load(op->x, BFLOAT16, t * op->x_stride + i));
+}
+
 INLINE void quantize(const Op *op, int64_t first, int64_t last, int type) {
     const int64_t k = op->inner, groups = k / GROUP, row_bytes = quantized_row_bytes(k);
     for (int64_t t = first; t < last; t++) {

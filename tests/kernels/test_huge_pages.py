@@ -1,0 +1,45 @@
+"""Weights lie side by side in memory that goes with the last of them."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from nanochat.kernels.native.huge_pages import Room
+
+
+def test_tensors_lie_side_by_side_and_apart_from_each_other() -> None:
+    room = Room()
+    first, second = room.empty((3, 5)), room.empty((2, 64))
+    assert second.data_ptr() - first.data_ptr() == 64
+    assert first.data_ptr() % 64 == 0
+    first.fill_(1)
+    second.fill_(2)
+    assert int(first.sum()) == 15
+    assert second.shape == (2, 64)
+    assert second.is_contiguous()
+
+
+def test_what_does_not_fit_gets_memory_of_its_own() -> None:
+    room = Room()
+    small, large = room.empty((100,)), room.empty((40 << 20,))
+    large[-1] = 7
+    assert large.numel() == 40 << 20
+    assert not small.data_ptr() <= large.data_ptr() < small.data_ptr() + 100
+
+
+def test_memory_is_given_back_with_the_last_tensor() -> None:
+    room = Room()
+    tensor = room.empty((1000,))
+    region = room._region
+    assert region is not None
+    view = tensor.view(10, 100)[3:]
+    del tensor
+    gc.collect()
+    assert region() is not None
+    assert torch.equal(view.fill_(3), torch.full((7, 100), 3, dtype=torch.uint8))
+    del view
+    gc.collect()
+    assert region() is None
+    assert room.empty((10,)).numel() == 10
