@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tests import tokenizer_zoo
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -99,3 +101,10 @@ def write_tiny_llama(folder: Path, seed: int = 0, **overrides: Any) -> Path:
     save_file(llama_weights(config, seed), str(folder / "model.safetensors"), metadata={"format": "pt"})
     write_tokenizer(folder)
     return folder
+
+
+def write_zoo_llama(folder: Path, name: str, **overrides: Any) -> Path:
+    """The same with a tokenizer of the zoo; no token that it writes in a text ends an answer."""
+    size = len(tokenizer_zoo.make_tokenizer(name))
+    write_tiny_llama(folder, **({"vocab_size": size, "eos_token_id": size - 1} | overrides))
+    return tokenizer_zoo.write_tokenizer(folder, name)

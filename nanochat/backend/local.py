@@ -44,8 +44,9 @@ class LocalBackend:
         """
         prepared = self._contexts.prepare(turn)
         params = SamplingParams(**{**self.about.default_sampling, **turn.sampling})
+        begun = 0 if prepared.partial is None else len(prepared.partial.token_ids)
         try:
-            handle = self.engine.submit(prepared.token_ids, params)
+            handle = self.engine.submit(prepared.token_ids, params, continues=begun)
         except PromptTooLong as error:
             offer = self._contexts.drop_offer(turn, self.engine.max_model_len)
             raise Refused(str(error), offer) from error

@@ -12,7 +12,6 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +19,6 @@ from typing import Any, Self
 
 import torch
 
-from nanochat.engine.chat_template import encode_items
 from nanochat.engine.config import EngineConfig, SamplingParams
 from nanochat.engine.cpu_threads import ThreadGovernor, choose_threads
 from nanochat.engine.detokenizer import Detokenizer
@@ -30,21 +28,17 @@ from nanochat.engine.live_request import LiveRequest, end_abandoned
 from nanochat.engine.loading import load_model, make_scheduler
 from nanochat.engine.memory import kv_bytes_per_token
 from nanochat.engine.outputs import TokenLogprobs
-from nanochat.engine.panics import panics_refused
 from nanochat.engine.pipeline import GPU_STEPS_AHEAD, Outcome, Pipeline
 from nanochat.engine.progress import ProgressCallback, ignore_progress
+from nanochat.engine.prompt import Prompt, encode_prompt
 from nanochat.engine.ranks import RankMemory
 from nanochat.engine.recorder import Holdings, Recorder
 from nanochat.engine.request import FinishReason, Request, RequestStatus
 from nanochat.engine.stats import BlockMap, EngineStats
 from nanochat.engine.watchdog import Watchdog
-from nanochat.errors import DeviceLost, EngineClosed, InvalidOption
-from nanochat.sanitize import encodable
+from nanochat.errors import DeviceLost, EngineClosed
 
 logger = logging.getLogger(__name__)
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or chat messages of ``role`` and ``content``."""
 
 CLOSE_TIMEOUT_S = 4.0
 """How long :meth:`Engine.close` waits for the step in progress, before it ends the requests all the same."""
@@ -154,8 +148,15 @@ class Engine:
         """What each device holds of the model and its cache."""
         return list(self._model.memory)
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestHandle:
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, continues: int | None = None
+    ) -> RequestHandle:
         """Queue a prompt and return at once.
+
+        Args:
+            continues: how many of the prompt's last tokens are of one text with the answer, so that a tokenizer
+                which begins a text without a space doesn't take it from the answer. None: all of a prompt
+                that is text; of token ids and messages none, as chat templates end where an answer begins.
 
         Raises:
             PromptTooLong: it can never run; both lengths are in the message.
@@ -176,7 +177,10 @@ class Engine:
             arrival_s=arrival_s,
         )
         handle = RequestHandle(request.request_id, self._cancel)
-        live = LiveRequest(request, handle, Detokenizer(self.tokenizer, params.stop))
+        if continues is None:
+            continues = len(token_ids) if isinstance(prompt, str) else 0
+        before = token_ids[len(token_ids) - continues :]
+        live = LiveRequest(request, handle, Detokenizer(self.tokenizer, params.stop, after=before))
         with self._inbox_condition:
             if self.closed_because is not None:
                 raise EngineClosed(self.closed_because)
@@ -186,17 +190,7 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt's token ids, as :meth:`submit` makes them; it raises the same of them."""
-        if isinstance(prompt, str):
-            with panics_refused():
-                token_ids = list(self.tokenizer.encode(encodable(prompt)))
-        else:
-            token_ids = encode_items(self.tokenizer, prompt)
-        if not token_ids:
-            raise InvalidOption("The prompt is empty; give at least one token.")
-        vocab_size = self._model.config.vocab_size
-        if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-            raise InvalidOption(f"Token ids must lie between 0 and {vocab_size - 1} for this model.")
-        return token_ids
+        return encode_prompt(self.tokenizer, prompt, self._model.config.vocab_size)
 
     def stats(self) -> EngineStats:
         """A snapshot of counters, recent latencies and live requests."""

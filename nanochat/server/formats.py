@@ -96,8 +96,10 @@ class TextFormat:
     object_name = "text_completion"
     chunk_name = "text_completion"
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
+        """``prompt``: the ids that the text goes on from."""
         self._tokenizer = tokenizer
+        self._prompt = prompt
         self._length = 0
 
     @cached_property
@@ -107,7 +109,7 @@ class TextFormat:
     @cached_property
     def _measure(self) -> Detokenizer:
         """How much of the text the tokens so far are."""
-        return Detokenizer(self._tokenizer)
+        return Detokenizer(self._tokenizer, after=self._prompt)
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         logprobs = None if piece.logprobs is None else self._logprobs(piece.logprobs)

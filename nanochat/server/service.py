@@ -81,7 +81,7 @@ class Service:
             if isinstance(error, NanochatError):
                 raise ApiError.of(error, "messages" if job.kind == "chat" else "prompt") from error
             raise
-        wire = self._wire(job)
+        wire = ChatFormat if job.kind == "chat" else TextFormat
         answer = Answer(job, self.model_name, choices, wire, self.metrics, arrival_s, self._closed)
         self._answers.add(answer)
         if self._is_closing:  # meanwhile
@@ -94,9 +94,6 @@ class Service:
         for answer in list(self._answers):
             self._cancel(answer)
         self._executor.shutdown(wait=False)
-
-    def _wire(self, job: Job) -> type[ChatFormat] | type[TextFormat]:
-        return ChatFormat if job.kind == "chat" else TextFormat
 
     def _cancel(self, answer: Answer) -> None:
         answer.cancelled_because = shutting_down()
@@ -126,9 +123,12 @@ class Service:
         choices: list[Choice] = []
         try:
             for index, token_ids in enumerate(prompts):
-                handle = self.engine.submit(token_ids, _numbered(params, index % job.n))
+                # A text goes on in the answer; a chat's prompt ends where one begins.
+                continues = 0 if job.kind == "chat" else len(token_ids)
+                handle = self.engine.submit(token_ids, _numbered(params, index % job.n), continues=continues)
                 splitter = ReasoningSplitter(tags, is_opened=is_opened)
-                wire = self._wire(job)(self.engine.tokenizer)
+                tokenizer = self.engine.tokenizer
+                wire = ChatFormat(tokenizer) if job.kind == "chat" else TextFormat(tokenizer, token_ids)
                 has_logprobs = params.logprobs is not None
                 choices.append(Choice(index, len(token_ids), handle, splitter, wire, has_logprobs))
         except BaseException:

@@ -62,6 +62,35 @@ def test_streamed_text_equals_one_shot_decoding(
 
 
 @every_tokenizer
+def test_text_that_goes_on_from_other_tokens_is_the_rest_of_what_all_say(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    rng = random.Random(1)
+    for _ in range(500):
+        ids = random_ids(tokenizer, rng)
+        before, text = Detokenizer(tokenizer), ""
+        places = [(0, "")]  # where no character is cut
+        for count, token_id in enumerate(ids, start=1):
+            text += before.push([token_id])
+            if not before.is_waiting:
+                places.append((count, text))
+        cut, beginning = rng.choice(places)
+        rest = Detokenizer(tokenizer, after=ids[:cut])
+        assert beginning + "".join(stream(rest, ids[cut:])) == one_shot(tokenizer, ids)
+        assert rest.num_tokens == len(ids) - cut
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_a_character_before_the_text_is_not_part_of_it(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode("naïve 🜁", add_special_tokens=False)
+    for cut in range(len(ids) + 1):
+        assert "".join(stream(Detokenizer(tokenizer, after=ids[:cut]), [])) == ""
+    word = tokenizer.encode("a capital", add_special_tokens=False)
+    assert "".join(stream(Detokenizer(tokenizer, after=ids), word)).strip() == "a capital"
+
+
+@every_tokenizer
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_comes_out_as_it_went_in_and_without_half_characters(
     tokenizer: PreTrainedTokenizerFast, text: str
@@ -212,6 +241,9 @@ class TestOtherDecoders:
         for _ in range(200):
             ids = [rng.randrange(len(tokens)) for _ in range(rng.randint(1, 30))]
             assert "".join(stream(Detokenizer(tokenizer), ids)) == one_shot(tokenizer, ids)
+            cut = rng.randint(1, len(ids))
+            rest = "".join(stream(Detokenizer(tokenizer, after=ids[:cut]), ids[cut:]))
+            assert one_shot(tokenizer, ids[:cut]) + rest == one_shot(tokenizer, ids)
 
     def test_no_decoder(self) -> None:
         backend = Tokenizer(models.WordLevel({"one": 0, "two": 1, "[UNK]": 2}, unk_token="[UNK]"))

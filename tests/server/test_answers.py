@@ -6,12 +6,15 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncGenerator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from nanochat.engine.config import SamplingParams
+from nanochat.engine.detokenizer import TokenSpeller
 from nanochat.engine.handle import RequestHandle
 from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput, TokenLogprobs
 from nanochat.server import answer as answer_module
@@ -22,7 +25,8 @@ from nanochat.server.reasoning import ReasoningSplitter
 from nanochat.server.wire import to_json
 from nanochat.settings import Settings
 from tests.server.conftest import MakeServer, Running
-from tests.tiny_model import write_tiny_llama
+from tests.tiny_model import write_tiny_llama, write_zoo_llama
+from tests.tokenizer_zoo import NAMES, make_tokenizer
 
 HI = [{"role": "user", "content": "Hi there"}]
 
@@ -211,6 +215,39 @@ class TestText:
         assert offsets == sorted(offsets)
         assert 0 <= offsets[-1] <= len(choice.text)
 
+    @pytest.mark.parametrize("name", ["llama2", "mistral", "metaspace"])
+    def test_it_goes_on_from_the_prompt_with_the_space_between(
+        self, make_server: MakeServer, tmp_path: Path, name: str
+    ) -> None:
+        api = make_server(write_zoo_llama(tmp_path / name, name))
+        prompt = "The capital of France"
+        ids = api.engine.encode(prompt)
+        decode = partial(
+            api.engine.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        options: dict[str, Any] = {"temperature": 2.0, "max_tokens": 2, "ignore_eos": True}
+        words = 0
+        for seed in range(20):
+            output = alone(api, prompt, **options, seed=seed)
+            assert output.text == decode(ids + output.token_ids)[len(prompt) :]
+            words += output.text.startswith(" ")
+        assert words
+        for given in (prompt, ids):
+            body = {"model": api.model, "prompt": given, **options, "seed": 19}
+            assert api.post("/v1/completions", body).json()["choices"][0]["text"] == output.text
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_offsets_are_where_the_tokens_begin(self, name: str) -> None:
+        tokenizer = make_tokenizer(name)
+        ids = tokenizer.encode("The capital of France is Paris", add_special_tokens=False)
+        entries = [TokenLogprobs(token, -1.0, ()) for token in ids]
+        prompt, rest = ids[: len(ids) // 2], entries[len(ids) // 2 :]
+        text = "".join(TokenSpeller(tokenizer).spell(entry.token_id).decode() for entry in rest)
+        told = TextFormat(tokenizer, prompt).chunk(0, Piece("", text, rest))["logprobs"]
+        assert told["text_offset"][0] == 0
+        for offset, token in zip(told["text_offset"], told["tokens"], strict=True):
+            assert text.startswith(token, offset)
+
     def test_usage_in_every_event(self, api: Running) -> None:
         stream = api.client().completions.create(
             model=api.model,
@@ -267,7 +304,7 @@ async def test_text_that_came_just_before_a_failure_is_not_lost(api: Running) ->
     output = RequestOutput("so far", [1, 2], "error", "Out of memory.", None, RequestMetrics())
     handle.push(Event("", (), "error"), output)
     choice = Choice(
-        0, 3, handle, ReasoningSplitter(None, is_opened=False), TextFormat(api.engine.tokenizer), False
+        0, 3, handle, ReasoningSplitter(None, is_opened=False), TextFormat(api.engine.tokenizer, ()), False
     )
     job = parse_text({"model": "m", "prompt": "a", "stream": True})
     answer = Answer(job, "m", [choice], TextFormat, api.service.metrics, 0.0, lambda _: None)
@@ -279,7 +316,7 @@ async def test_text_that_came_just_before_a_failure_is_not_lost(api: Running) ->
 
 def test_minus_infinity_is_a_number_in_json(api: Running) -> None:
     piece = Piece("", "a", [TokenLogprobs(70, -math.inf, ((70, -math.inf), (71, -1.0)))])
-    for wire in (ChatFormat(api.engine.tokenizer), TextFormat(api.engine.tokenizer)):
+    for wire in (ChatFormat(api.engine.tokenizer), TextFormat(api.engine.tokenizer, ())):
         assert b"-9999.0" in to_json(wire.chunk(0, piece))
 
 
