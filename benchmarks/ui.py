@@ -161,8 +161,7 @@ async def compared_rates(stage: Stage, turns: int, seconds: float) -> dict[str, 
 
 async def rate(stage: Stage, seconds: float, *, is_shown: bool) -> tuple[float, float]:
     """The engine's tokens a second, and the UI thread's processor time a second."""
-    for timer in stage.main._live_timers:
-        timer.resume() if is_shown else timer.pause()
+    stage.main.poll_soon() if is_shown else stage.main.hold_polling()
     await asyncio.sleep(0.2)  # what has come meanwhile is drawn at once
     stats = engine_of(stage).stats
     before, start_s, cpu_s = stats().generation_tokens, time.perf_counter(), time.thread_time()
@@ -172,6 +171,7 @@ async def rate(stage: Stage, seconds: float, *, is_shown: bool) -> tuple[float, 
 
 
 async def stop_all(stage: Stage) -> None:
+    stage.main.poll_soon()
     for chat in stage.main.workspace.busy:
         if stage.main.bridge is not None:
             stage.main.bridge.stop(chat.id)
@@ -210,7 +210,7 @@ async def streaming(stage: Stage) -> dict[str, float]:
         for start in range(0, len(text), DELTA):
             answer.answer.append(text[start : start + DELTA], 15)
             count = len(costs)
-            pane.grow(lambda cost_s: costs.append(cost_s * 1e3))  # noqa: B023
+            pane.grow(lambda cost_s: costs.append((cost_s or 0.0) * 1e3))  # noqa: B023
             await wait_for(lambda: len(costs) > count)  # noqa: B023
         ordered = sorted(costs)
         figures[f"{name}: p95, ms"] = ordered[int(0.95 * len(ordered))]

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 from textual.app import App, SuspendNotSupported
 from textual.binding import BindingType
+from textual.filter import ANSIToTruecolor, LineFilter
 from textual.screen import Screen
 from textual.widgets import TextArea
 
@@ -225,6 +226,10 @@ class NanochatApp(App[None]):
             busy = len(main.workspace.busy)
             note = f" {fmt.plural(busy, 'chat')} still answering." if busy else ""
             self.notify(f"Press ^C again to quit.{note}", timeout=QUIT_WINDOW_S)
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """Not the one that looks at every line for the terminal's own sixteen colours: no theme here has any."""
+        return [one for one in super().get_line_filters() if not isinstance(one, ANSIToTruecolor)]
 
     def copy_to_clipboard(self, text: str) -> None:
         """Copy by every way there is; only ever at the user's command."""

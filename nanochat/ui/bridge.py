@@ -27,8 +27,10 @@ from nanochat.ui.restoring import joined_outputs
 
 logger = logging.getLogger(__name__)
 
-MAX_DELTA_INTERVAL_S = 0.2
+MAX_DELTA_INTERVAL_S = 0.18
 """However slowly a chat draws, its text is passed on this often."""
+UNSEEN_INTERVAL_S = 0.5
+"""A chat out of view draws nothing; its text is passed on this often, in time for being saved within a second."""
 COST_FACTOR = 20.0
 """A chat whose last text took t to draw gets the next one no sooner than this times t later: drawing takes at most a
 twentieth of the time, which a CPU's engine would miss."""
@@ -57,7 +59,7 @@ class AnswerRefused(TextualMessage):
 
 
 @dataclass
-class AnswerGrew(TextualMessage):
+class AnswerGrew(TextualMessage, bubble=False):
     """New sanitised text, and how many tokens it came from."""
 
     chat_id: int
@@ -187,6 +189,11 @@ class Bridge:
                     output = joined_outputs(live.partial, output)
                 self._post(AnswerEnded(chat_id, output))
 
+    def rest_s(self, now_s: float | None = None) -> float:
+        """Seconds until text of any chat may be passed on; 0 or less: it may be now."""
+        now_s = time.monotonic() if now_s is None else now_s
+        return min((live.not_before_s for live in self._live.values()), default=now_s) - now_s
+
     def _take(self, chat_id: int, live: _Live) -> AnswerGrew | None:
         events = live.handle.poll()
         if not events:
@@ -197,11 +204,17 @@ class Bridge:
         self._keep(chat_id, raw, token_ids)
         return AnswerGrew(chat_id, live.sanitizer.feed(raw), num_tokens)
 
-    def report_cost(self, chat_id: int, cost_s: float, now_s: float | None = None) -> None:
-        """Drawing the chat's last text took this long; slow drawing gets fewer, larger deltas."""
+    def report_cost(self, chat_id: int, cost_s: float | None, now_s: float | None = None) -> None:
+        """Drawing the chat's last text took this long; slow drawing gets fewer, larger deltas.
+
+        ``cost_s`` None: the chat is out of view.
+        """
         if (live := self._live.get(chat_id)) is not None:
             now_s = time.monotonic() if now_s is None else now_s
-            live.not_before_s = now_s + min(MAX_DELTA_INTERVAL_S, COST_FACTOR * cost_s)
+            seen_s = min(MAX_DELTA_INTERVAL_S, COST_FACTOR * (cost_s or 0.0))
+            # Chats out of view all at the same moments.
+            unseen_s = UNSEEN_INTERVAL_S - now_s % UNSEEN_INTERVAL_S
+            live.not_before_s = now_s + (unseen_s if cost_s is None else seen_s)
 
     def stop_all(self) -> None:
         """End every request. What has come until now is kept; nobody is told any more."""

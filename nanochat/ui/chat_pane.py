@@ -10,23 +10,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from textual.app import ComposeResult
-from textual.containers import Horizontal, Vertical
 from textual.message import Message as TextualMessage
 from textual.widget import Widget
 
+from nanochat.ui.blank import BlankHorizontal, BlankVertical
 from nanochat.ui.chat import Chat, Message, Note
 from nanochat.ui.message import AnswerMessage, BranchStepped, UserMessage
 from nanochat.ui.prompt import Prompt
 from nanochat.ui.transcript import Transcript
 
 PLACEHOLDER = "Ask something, or / for commands"
-UNSEEN_S = 1.0
-"""What drawing is said to take in a pane out of view, so that its text comes seldom, and costs next to nothing."""
 EDITING = "Editing: Enter sends a branch, Esc leaves"
 """Short enough for a prompt beside the panel in 100 columns."""
 
 
-class ChatPane(Vertical):
+class ChatPane(BlankVertical):
     """A chat as it is seen."""
 
     @dataclass
@@ -65,7 +63,7 @@ class ChatPane(Vertical):
 
     def compose(self) -> ComposeResult:
         yield self._transcript
-        with Horizontal(classes="prompt-row"):
+        with BlankHorizontal(classes="prompt-row"):
             yield self._prompt
 
     def be_seen(self) -> None:
@@ -149,11 +147,11 @@ class ChatPane(Vertical):
         """A note was added at the end."""
         self._transcript.show_note(note)
 
-    def grow(self, report_cost: Callable[[float], None]) -> None:
-        """The live answer has more text; a hidden pane draws it when it is shown."""
+    def grow(self, report_cost: Callable[[float | None], None]) -> None:
+        """The live answer has more text; a hidden pane draws it when it is shown, and reports None."""
         if not self.is_shown:
             self._is_stale = True
-            report_cost(UNSEEN_S)
+            report_cost(None)
             return
         answer = self._live_answer()
         if answer is None:

@@ -6,6 +6,8 @@ What the user can do lies in :mod:`nanochat.ui.main_screen`.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import dataclass
 
 from textual.message import Message
@@ -22,8 +24,11 @@ from nanochat.ui.pane_screen import PaneScreen
 from nanochat.ui.snapshots import busy_label, take_snapshot, update_phases
 from nanochat.ui.stats_panel import CONTEXT_WARNING
 
-POLLS_PER_S = 25
-STATS_PER_S = 4
+MIN_POLL_S = 0.04
+MIN_STATS_S = 0.15
+"""New text in view takes statistics as old as this along: one drawing of the screen costs less than two."""
+MAX_STATS_S = 0.22
+"""Without new text, statistics are shown when they are as old as this."""
 DROP_ACTION = "drop_oldest"
 NO_TEMPLATE = (
     "This model has no chat template: it was not made to chat, and goes on with your text rather than answer it. "
@@ -54,15 +59,11 @@ class ChatScreen(PaneScreen):
         super().__init__(system, archive)
         self.refusals: dict[int, Refusal] = {}
         """By chat id: the last question that didn't fit, and what would make it fit."""
-        self._live_timers: list[Timer] = []
+        self._next_poll: asyncio.TimerHandle | None = None
+        self._shown_s = 0.0
+        """When statistics were last shown, by the monotonic clock."""
         self._idle_timer: Timer | None = None
         """For a backend whose figures change also while no chat here answers."""
-
-    async def on_mount(self) -> None:
-        self._live_timers = [
-            self.set_interval(1 / POLLS_PER_S, self._poll, pause=True),
-            self.set_interval(1 / STATS_PER_S, self.show_stats, pause=True),
-        ]
 
     async def remove_pane(self, chat: Chat) -> None:
         self.refusals.pop(chat.id, None)
@@ -153,8 +154,7 @@ class ChatScreen(PaneScreen):
         else:
             chat.phase = Phase.SUBMITTED
             self.bridge.submit(chat)
-            for timer in self._live_timers:
-                timer.resume()
+            self.poll_soon()
         self.show_tabs()
         self.pane(chat).update_live()
 
@@ -177,7 +177,10 @@ class ChatScreen(PaneScreen):
         chat, bridge = self.workspace.find(event.chat_id), self.bridge
         if bridge is not None and chat is not None and chat.live is not None:
             chat.live.answer.append(event.text, event.num_tokens)
-            self.pane(chat).grow(lambda cost_s: bridge.report_cost(event.chat_id, cost_s))
+            pane = self.pane(chat)
+            pane.grow(lambda cost_s: bridge.report_cost(event.chat_id, cost_s))
+            if pane.is_shown and time.monotonic() - self._shown_s >= MIN_STATS_S:
+                self.show_stats()
 
     def on_answer_ended(self, event: AnswerEnded) -> None:
         chat = self.workspace.find(event.chat_id)
@@ -234,14 +237,32 @@ class ChatScreen(PaneScreen):
 
     # What the backend is doing
 
+    def poll_soon(self, delay_s: float = MIN_POLL_S) -> None:
+        """Look for what has come from the backend, and go on as long as any chat answers.
+
+        By the event loop's own timer: one of Textual's that fires once is lost if its thread, just when the
+        timer starts, has to wait for longer than its time.
+        """
+        if self._next_poll is None:
+            self._next_poll = asyncio.get_running_loop().call_later(delay_s, self.call_later, self._poll)
+
+    def hold_polling(self) -> None:
+        """Don't look, until :meth:`poll_soon`."""
+        if self._next_poll is not None:
+            self._next_poll.cancel()
+            self._next_poll = None
+
     def _poll(self) -> None:
+        self._next_poll = None
         if self.bridge is None:
             return
         self.bridge.poll()
-        if not self.bridge.is_active and not self.workspace.busy:
-            for timer in self._live_timers:
-                timer.pause()
+        is_over = not self.bridge.is_active and not self.workspace.busy
+        if is_over or time.monotonic() - self._shown_s >= MAX_STATS_S:
             self.show_stats()
+        if not is_over:
+            # No sooner than anything may be drawn: waking up costs the engine time, too.
+            self.poll_soon(min(MAX_STATS_S, max(MIN_POLL_S, self.bridge.rest_s())))
 
     def _show_idle(self) -> None:
         if self.bridge is not None and not self.bridge.is_active:
@@ -253,6 +274,7 @@ class ChatScreen(PaneScreen):
         if bridge is None:
             self.show_tabs()
             return
+        self._shown_s = time.monotonic()
         stats = bridge.backend.stats(is_shown=self._panel.display or self._stats_line.display)
         chat_ids = bridge.request_ids()
         rows = update_phases(workspace.chats, chat_ids, stats)

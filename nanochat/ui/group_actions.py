@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from nanochat.engine.config import SamplingParams
 from nanochat.errors import InvalidOption
 from nanochat.sanitize import sanitize_line
 from nanochat.ui import formatting as fmt
@@ -87,8 +88,11 @@ class GroupActions(SettingsActions):
                 f'"{shortened(written)}" is no preset, and settings are written like top_p=0.9.'
             )
         system, settings = (preset.system, preset.sampling) if preset else (None, parse_settings(written))
-        if self.bridge is not None:
-            self.bridge.sampling_params(settings)
+        # The model may still be loading: what can't work is refused all the same, not when it is to be used.
+        check = (
+            self.bridge.sampling_params if self.bridge is not None else lambda given: SamplingParams(**given)
+        )
+        check(settings)
         return system, settings
 
     async def _compare(self, chat: Chat, sides: list[tuple[str, str | None, Mapping[str, Any]]]) -> None:

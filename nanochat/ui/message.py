@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from textual.app import ComposeResult
-from textual.containers import Vertical
 from textual.content import Content
 from textual.message import Message as TextualMessage
 from textual.widgets import Static
@@ -13,6 +12,7 @@ from textual.widgets import Static
 from nanochat.engine.outputs import RequestOutput
 from nanochat.sanitize import sanitize
 from nanochat.ui import formatting as fmt
+from nanochat.ui.blank import BlankVertical
 from nanochat.ui.chat import Chat, Message, Note, Phase
 from nanochat.ui.chrome import is_over_server
 from nanochat.ui.markdown_view import MarkdownView
@@ -190,7 +190,7 @@ class BranchLabel(Static):
         self.post_message(BranchStepped(self._message, step))
 
 
-class AnswerMessage(Vertical):
+class AnswerMessage(BlankVertical):
     """An answer, while it comes and after."""
 
     def __init__(self, chat: Chat, message: Message, pace: Pace) -> None:

@@ -10,12 +10,11 @@ from typing import Literal
 
 from textual import events
 from textual.app import ComposeResult
-from textual.containers import Horizontal
 from textual.screen import Screen
 from textual.timer import Timer
-from textual.widgets import ContentSwitcher
 
 from nanochat.ui.archive import Archive, HistoryOpened
+from nanochat.ui.blank import BlankHorizontal, BlankSwitcher
 from nanochat.ui.bridge import Bridge
 from nanochat.ui.chat import Chat, NoteKind
 from nanochat.ui.chat_pane import ChatPane, pane_id
@@ -37,6 +36,8 @@ PanelMode = Literal["full", "narrow", "line", "off"]
 class PaneScreen(Screen[None]):
     """Shows the workspace. One for the app."""
 
+    BLANK = True
+
     def __init__(self, system: str | None, archive: Archive) -> None:
         super().__init__()
         self.archive = archive
@@ -51,7 +52,7 @@ class PaneScreen(Screen[None]):
         self._header = Header()
         self._tab_bar = TabBar()
         self._too_small = TooSmall()
-        self._switcher = ContentSwitcher()
+        self._switcher = BlankSwitcher()
         self._panel = StatsPanel(self._history)
         self._stats_line = StatsLine(self._history)
         self._panes: dict[int, ChatPane] = {}
@@ -60,7 +61,7 @@ class PaneScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         yield self._header
         yield self._tab_bar
-        with Horizontal(id="body"):
+        with BlankHorizontal(id="body"):
             yield self._switcher
             yield self._panel
         yield self._stats_line

@@ -1,8 +1,12 @@
-"""Searching all chats as the words are written; without words, the chats that were used last."""
+"""Searching all chats as the words are written; without words, the chats that were used last.
+
+A chat stands there once, with its newest hits below its title: who looks for a chat shall see many, not one
+chat's many messages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import ClassVar
@@ -24,8 +28,12 @@ from nanochat.ui.chrome import actions_of
 from nanochat.ui.dialog import Dialog
 from nanochat.ui.line_input import LineInput
 
-LIMIT = 50
+LIMIT = 200
+"""Hits looked for at most."""
+MAX_LINES = 50
 """Hits shown at most."""
+MAX_PER_CHAT = 3
+"""Hits of one chat that are shown; the others are counted."""
 PAUSE_S = 0.08
 """A search begins when nothing has been written for this long."""
 
@@ -47,6 +55,29 @@ class Found:
 
     chat_id: int
     message_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A hit as it is listed."""
+
+    hit: SearchHit
+    num_hits: int = 0
+    """Messages of the chat that were found, if this is the chat's first row; it shows the title."""
+    is_first: bool = True
+
+
+def rows(hits: Sequence[SearchHit]) -> list[Row]:
+    """Hits by chat, each chat where its first hit stands: the title, and its newest messages."""
+    by_chat: dict[int, list[SearchHit]] = {}
+    for hit in hits:
+        by_chat.setdefault(hit.chat_id, []).append(hit)
+    listed: list[Row] = []
+    for found in by_chat.values():
+        messages = [hit for hit in found if hit.message_id is not None]
+        shown = messages[:MAX_PER_CHAT] or found[:1]
+        listed += [Row(hit, len(messages), index == 0) for index, hit in enumerate(shown)]
+    return listed[:MAX_LINES]
 
 
 @dataclass
@@ -71,7 +102,8 @@ class SearchScreen(Dialog[Found | None]):
         self._read = read
         self._line = LineInput(words, placeholder="Search all chats", compact=True)
         self._number = 0
-        self._hits: list[SearchHit] = []
+        self._rows: list[Row] = []
+        self._num_hits = 0
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog search"):
@@ -91,7 +123,7 @@ class SearchScreen(Dialog[Found | None]):
 
     def on_input_submitted(self) -> None:
         hits = self.query_one(OptionList)
-        if self._hits and hits.highlighted is not None:
+        if self._rows and hits.highlighted is not None:
             self._choose(hits.highlighted)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
@@ -111,10 +143,10 @@ class SearchScreen(Dialog[Found | None]):
         if isinstance(event.result, HistoryError):
             state.update(Content.styled(sanitize_line(str(event.result), 400), "$error"))
             return
-        self._hits = event.result
+        self._rows, self._num_hits = rows(event.result), len(event.result)
         hits.clear_options()
-        hits.add_options([Option(_shown(hit)) for hit in self._hits])
-        if self._hits:
+        hits.add_options([Option(_shown(row)) for row in self._rows])
+        if self._rows:
             hits.highlighted = 0
         state.update(Content.styled(self._summary(), "$muted"))
 
@@ -125,10 +157,12 @@ class SearchScreen(Dialog[Found | None]):
         words = self.query_one(LineInput).value.strip()
         if not words:
             return f"The chats used last. {self._ways()} Enter opens one."
-        if not self._hits:
+        if not self._rows:
             return "Nothing found: a message must have words that begin with all of these."
-        more = f"The first {LIMIT}" if len(self._hits) >= LIMIT else fmt.plural(len(self._hits), "hit")
-        return f"{more}, newest first. {self._ways()} Enter opens the chat there."
+        found = f"The first {LIMIT} hits" if self._num_hits >= LIMIT else fmt.plural(self._num_hits, "hit")
+        chats = len({row.hit.chat_id for row in self._rows})
+        found += f" in {chats} chats" if chats > 1 else ""
+        return f"{found}, newest first. {self._ways()} Enter opens the chat there."
 
     def _ways(self) -> str:
         return " ".join(find(name, actions_of(self)).key_label for name in ("list_up", "list_down"))
@@ -139,7 +173,7 @@ class SearchScreen(Dialog[Found | None]):
         self._read(ask, lambda result: self.post_message(Answered(number, result)))
 
     def _choose(self, index: int) -> None:
-        hit = self._hits[index]
+        hit = self._rows[index].hit
         self.dismiss(Found(hit.chat_id, hit.message_id))
 
 
@@ -158,15 +192,19 @@ def _recent(history: History) -> list[SearchHit]:
     ]
 
 
-def _shown(hit: SearchHit) -> Content:
-    """A hit on two lines: where, and the words around it; or on one, if it is a title."""
+def _shown(row: Row) -> Content:
+    """The words around a hit, below its chat's title if it is the chat's first; or the title alone, if that was found."""
+    hit = row.hit
     date = f"{datetime.fromtimestamp(hit.created_at):%Y-%m-%d}" if 0 <= hit.created_at < 2**33 else ""
     title = sanitize_line(hit.chat_title, 60) or "Untitled"
-    head = Content.styled(title, "bold") + Content.styled(f"  {date}", "$muted")
+    more = f"  {row.num_hits} hits" if row.num_hits > 1 else ""
+    head = Content.styled(title, "bold") + Content.styled(f"  {date}{more}", "$muted")
     if hit.message_id is None:
         return head
-    line = Content("").join(_pieces(hit))
-    return head + "\n" + Content.styled("you  " if hit.role == "user" else "     ", "$muted") + line
+    line = Content("").join(
+        [Content.styled("you  " if hit.role == "user" else "     ", "$muted"), *_pieces(hit)]
+    )
+    return head + "\n" + line if row.is_first else line
 
 
 def _pieces(hit: SearchHit) -> list[Content]:

@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from nanochat.settings import Preset
 
 HELP = {
-    "temperature": "up to 2; 0 always takes the likeliest token",
-    "top_p": "keep the likeliest up to this share",
+    "temperature": "0: the likeliest token; up to 2",
+    "top_p": "keep the likeliest to this share",
     "top_k": "keep this many; 0 keeps all",
-    "min_p": "drop below this share of the best",
+    "min_p": "drop below this part of the best",
     "repetition_penalty": "above 1, up to 2: repeat less",
     "max_tokens": "longest answer, in tokens",
-    "stop": r"ends an answer; several: END | ###",
+    "stop": "ends it there; two: END | ###",
     "seed": "the same seed, the same answer",
 }
+"""What a setting does, in 32 characters: all that is left beside its field in 80 columns."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,20 +36,38 @@ def badge(chat: Chat) -> tuple[str, str]:
     return ("○", "$muted") if chat.root.children else ("✎", "$muted")
 
 
-def tab_label(chat: Chat, number: int, slot: int, is_active: bool, is_marked: bool = False) -> Content:
-    """``◐ 2 Email 43 % ✓``; the tick marks a tab that broadcasts go to."""
-    glyph, style = badge(chat)
-    suffix = ""
-    if chat.phase is Phase.PREFILL and chat.prefill_progress is not None:
-        suffix = f" {100 * chat.prefill_progress:.0f} %"
-    title_style = "bold" if is_active or chat.is_unread else "$muted"
-    return (
-        Content.styled(f"{glyph} ", style)
-        + Content.styled(f"{number} ", f"bold {tab_colour(slot)}")
-        + Content.styled(short_title(chat.title), title_style)
-        + Content.styled(suffix, style)
-        + Content.styled(" ✓" if is_marked else "", "bold $accent")
-    )
+@dataclass(frozen=True, slots=True)
+class TabState:
+    """All that a tab shows."""
+
+    badge: tuple[str, str]
+    number: int
+    slot: int
+    title: str
+    suffix: str
+    is_active: bool
+    is_unread: bool
+    is_marked: bool
+
+    def label(self) -> Content:
+        """``◐ 2 Email 43 % ✓``; the tick marks a tab that broadcasts go to."""
+        glyph, style = self.badge
+        return (
+            Content.styled(f"{glyph} ", style)
+            + Content.styled(f"{self.number} ", f"bold {tab_colour(self.slot)}")
+            + Content.styled(
+                short_title(self.title), "bold" if self.is_active or self.is_unread else "$muted"
+            )
+            + Content.styled(self.suffix, style)
+            + Content.styled(" ✓" if self.is_marked else "", "bold $accent")
+        )
+
+
+def tab_state(chat: Chat, number: int, slot: int, is_active: bool, is_marked: bool = False) -> TabState:
+    """What a chat's tab shows."""
+    is_reading = chat.phase is Phase.PREFILL and chat.prefill_progress is not None
+    suffix = f" {100 * (chat.prefill_progress or 0.0):.0f} %" if is_reading else ""
+    return TabState(badge(chat), number, slot, chat.title, suffix, is_active, chat.is_unread, is_marked)
 
 
 class Tab(Static):
@@ -58,6 +76,20 @@ class Tab(Static):
     def __init__(self, chat_id: int) -> None:
         super().__init__("", classes="tab", markup=False)
         self.chat_id = chat_id
+        self._state: TabState | None = None
+
+    def show(self, state: TabState) -> bool:
+        """Bring the label up to date; returns whether the tab now takes other room, or is one that is in view."""
+        if state == self._state:
+            return False
+        was_active = self._state is not None and self._state.is_active
+        self._state = state
+        before, label = self.content, state.label()
+        old_width = before.cell_length if isinstance(before, Content) else -1
+        has_moved = label.cell_length != old_width  # else it is drawn anew, and nothing else laid out
+        self.update(label, layout=has_moved)
+        self.set_class(state.is_active, "-active")
+        return has_moved or state.is_active != was_active
 
     def on_click(self) -> None:
         self.post_message(TabBar.Picked(self.chat_id))
@@ -115,20 +147,12 @@ class TabBar(HorizontalScroll):
         self, chats: Sequence[Chat], slots: dict[int, int], active_id: int, marked: Collection[int] = ()
     ) -> None:
         """Bring every label up to date."""
-        tabs = {tab.chat_id: tab for tab in self.query(Tab)}
+        tabs = {tab.chat_id: tab for tab in self.children if isinstance(tab, Tab)}
         has_changed = False
         for number, chat in enumerate(chats, 1):
-            if (tab := tabs.get(chat.id)) is None:
-                continue
-            is_active = chat.id == active_id
-            label = tab_label(chat, number, slots[chat.id], is_active, chat.id in marked)
-            before = tab.content
-            if not (isinstance(before, Content) and before.is_same(label)):
-                tab.update(label)
-                has_changed |= len(str(before)) != len(label)
-            if is_active != tab.has_class("-active"):
-                tab.set_class(is_active, "-active")
-                has_changed = True
+            if (tab := tabs.get(chat.id)) is not None:
+                state = tab_state(chat, number, slots[chat.id], chat.id == active_id, chat.id in marked)
+                has_changed |= tab.show(state)
         # Any label may have grown and pushed the active tab out of view.
         if has_changed and (active := tabs.get(active_id)) is not None:
             self._in_view = active

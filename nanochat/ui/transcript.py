@@ -8,10 +8,10 @@ followed until the user scrolls up. Shows what a :class:`Chat` holds and changes
 from __future__ import annotations
 
 from textual.app import ComposeResult
-from textual.containers import Vertical, VerticalScroll
 from textual.timer import Timer
 from textual.widget import Widget
 
+from nanochat.ui.blank import BlankVertical, BlankVerticalScroll
 from nanochat.ui.chat import Chat, Message, Note
 from nanochat.ui.markdown_view import MarkdownView
 from nanochat.ui.message import AnswerMessage, NoteView, UserMessage
@@ -30,7 +30,7 @@ MAX_TRIES = 20
 """Refreshes waited for until new messages have their places; a chat out of view gives them none."""
 
 
-class Transcript(VerticalScroll):
+class Transcript(BlankVerticalScroll):
     """The messages of one chat. Nothing is shown before :meth:`show_end` or :meth:`show_at`."""
 
     can_focus = False
@@ -40,7 +40,7 @@ class Transcript(VerticalScroll):
         super().__init__()
         self._chat = chat
         self._welcome = welcome
-        self._column = Vertical(*([welcome] if welcome is not None else []), classes="column")
+        self._column = BlankVertical(*([welcome] if welcome is not None else []), classes="column")
         self._first = 0
         self._groups: list[list[Widget]] = []
         """Widgets of the messages shown, from the one at ``_first`` on the path: a message's and its notes'."""

@@ -83,11 +83,11 @@ def test_the_end_comes_after_the_last_text_and_ends_the_polling(
 def test_slow_drawing_delays_the_next_text_but_not_the_end(bridge: Bridge, posted: list[Message]) -> None:
     live = handle()
     bridge.track(1, live)
-    bridge.report_cost(1, 0.01, now_s=100.0)
+    bridge.report_cost(1, 0.005, now_s=100.0)
     live.push(Event("a", (1,)))
-    bridge.poll(now_s=100.0 + 0.01 * COST_FACTOR - 0.001)
+    bridge.poll(now_s=100.0 + 0.005 * COST_FACTOR - 0.001)
     assert posted == []
-    bridge.poll(now_s=100.0 + 0.01 * COST_FACTOR + 0.001)
+    bridge.poll(now_s=100.0 + 0.005 * COST_FACTOR + 0.001)
     assert len(posted) == 1
     bridge.report_cost(1, 60.0, now_s=101.0)
     live.push(Event("b", (2,)))
@@ -97,6 +97,23 @@ def test_slow_drawing_delays_the_next_text_but_not_the_end(bridge: Bridge, poste
     live.push(Event("", (), "stop"), OUTPUT)
     bridge.poll(now_s=102.0)
     assert isinstance(posted[-1], AnswerEnded)
+
+
+def test_chats_out_of_view_come_seldom_and_all_at_once(bridge: Bridge, posted: list[Message]) -> None:
+    """Each time the app wakes up costs the engine time."""
+    assert bridge.rest_s(now_s=100.0) == 0.0
+    for chat_id, now_s in ((1, 100.1), (2, 100.3)):
+        live = handle()
+        bridge.track(chat_id, live)
+        bridge.report_cost(chat_id, None, now_s=now_s)
+        live.push(Event("a", (1,)))
+    assert bridge.rest_s(now_s=100.3) == pytest.approx(0.2)
+    bridge.poll(now_s=100.49)
+    assert posted == []
+    bridge.poll(now_s=100.51)
+    assert len(posted) == 2
+    bridge.track(3, handle())  # its first words are waited for
+    assert bridge.rest_s(now_s=100.51) < 0
 
 
 def test_a_stop_while_submitting_cancels_as_soon_as_there_is_a_request(bridge: Bridge) -> None:

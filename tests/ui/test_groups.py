@@ -149,6 +149,13 @@ async def test_what_cannot_be_compared_is_told(tiny_llama: Path) -> None:
         await driver.until_told("Write two settings")
 
 
+async def test_what_cannot_work_is_not_compared_while_the_model_loads(tiny_llama: Path) -> None:
+    async with started(tiny_llama, hold=True) as driver:
+        await driver.say("/compare temperature=-1 | temperature=0")
+        await driver.until(lambda: driver.notices() and "temperature" in driver.notices()[0])
+        assert len(chats(driver)) == 1
+
+
 async def test_a_message_from_elsewhere_leaves_an_edit_as_it_is(tiny_llama: Path) -> None:
     async with started(tiny_llama) as driver:
         await driver.ask("First")

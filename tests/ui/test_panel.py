@@ -18,7 +18,7 @@ from nanochat.ui.block_map import Cell, cells, draw, group_size
 from nanochat.ui.chat import Chat, Phase
 from nanochat.ui.snapshots import busy_label, state_label, take_snapshot, update_phases
 from nanochat.ui.stats_panel import FLASH, History, Snapshot, TabRow, one_line, panel
-from nanochat.ui.tab_bar import badge, tab_label
+from nanochat.ui.tab_bar import badge, tab_state
 
 
 def row(request_id: int, state: RequestState = "decode", done: int = 0, total: int = 0) -> RequestRow:
@@ -204,7 +204,7 @@ def test_phases_follow_the_engine() -> None:
         "waiting",
     ]
     assert len({badge(chat)[0] for chat in chats}) == 4
-    assert tab_label(chats[1], 2, 1, False).plain == "◐ 2 question 25 %"
+    assert tab_state(chats[1], 2, 1, False).label().plain == "◐ 2 question 25 %"
 
 
 def test_a_snapshot_gives_each_block_its_chats_colour() -> None:

@@ -38,8 +38,7 @@ class Scripted:
         chat = self._driver.chat
         assert main.bridge is not None
         self._driver.pane.show_turn(chat.ask("Question"))
-        for timer in main._live_timers:
-            timer.resume()
+        main.poll_soon()
         main.post_message(AnswerStarted(chat.id, self._handle, self._tags))
         await self._driver.settle()
 

@@ -100,6 +100,19 @@ class TestSearch:
         with History(file) as history:
             assert history.path(chat)[1].text == "the first answer"
 
+    async def test_a_chat_is_listed_once_with_its_newest_hits(self, tiny_llama: Path, file: Path) -> None:
+        import_chat(file, "Zebras", [f"zebra number {number}" for number in range(6)])
+        import_chat(file, "Horses", ["a horse", "no zebra"])
+        async with started(tiny_llama, history=file, hold=True) as driver:
+            await driver.press("f9", *"zebra")
+            await driver.until_seen("8 hits in 2 chats, newest first")
+            screen = driver.screen_text()
+            assert (screen.count("Zebras"), screen.count("Horses"), screen.count("6 hits")) == (1, 1, 1)
+            assert [number for number in range(6) if f"zebra number {number}" in screen] == [3, 4, 5]
+            await driver.press("down", "down", "enter")  # the second of the three
+            await driver.until(lambda: driver.chat.title == "Zebras")
+            await driver.until(lambda: is_in_view(driver, "zebra number 4"))
+
     async def test_nothing_found_and_leaving(self, tiny_llama: Path, file: Path) -> None:
         async with started(tiny_llama, history=file, hold=True) as driver:
             await driver.press("f9", *"zzz")

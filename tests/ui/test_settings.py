@@ -13,7 +13,7 @@ from nanochat.errors import InvalidOption
 from nanochat.settings import AppSettings, Preset
 from nanochat.ui.line_input import TextInput
 from nanochat.ui.sampling_commands import parse_setting, parse_settings, parse_value, show_value
-from nanochat.ui.settings_dialog import SettingsDialog
+from nanochat.ui.settings_dialog import HELP, SettingsDialog
 from nanochat.ui.theme import THEMES
 from tests.tiny_model import write_tiny_llama
 from tests.ui.driver import ENDLESS, LONG, started
@@ -300,3 +300,12 @@ async def test_the_dialog_keeps_what_it_has_no_field_for(tiny_llama: Path) -> No
             await driver.press("ctrl+s")
             await driver.settle()
             assert driver.chat.sampling == sampling
+
+
+async def test_the_dialog_says_all_it_has_to_say_in_80_columns(tiny_llama: Path) -> None:
+    async with started(tiny_llama, size=(80, 24)) as driver:
+        await driver.press("f7")
+        await driver.until_seen("Settings of this chat")
+        screen = driver.screen_text()
+        assert [hint for hint in HELP.values() if hint not in screen] == []
+        assert "Cancel" in screen
