@@ -28,7 +28,7 @@ ENGINE_HELP = {
     "threads": "CPU threads that compute; left out: the physical cores, less one for the screen from four on",
     "gpu_memory_utilization": "share of the GPU's memory to use",
     "prefix_caching": "reuse the KV blocks of what was computed before",
-    "cuda_graphs": "launch a decoding step on a GPU as one CUDA graph",
+    "cuda_graphs": "launch a step on a GPU as one CUDA graph where that is possible",
     "tensor_parallel_size": "number of GPUs",
 }
 SAMPLING_HELP = {

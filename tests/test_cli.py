@@ -13,6 +13,7 @@ import pytest
 
 from nanochat.cli import MAX_SENTENCE, main
 from nanochat.sanitize import sanitize
+from tests.tiny_model import write_tiny_llama
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +99,23 @@ class TestAsk:
         monkeypatch.setattr(sys, "stdin", None)
         assert main(["ask"]) == 2
         assert "There is no question" in capsys.readouterr().err
+
+    def test_reasoning_that_the_prompt_opens_has_both_its_tags(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = write_tiny_llama(tmp_path / "thinker")
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings["chat_template"] = (
+            settings["chat_template"].replace("<|im_start|>assistant\n{%", "<|im_start|>assistant\n<think>{%")
+            + "{# </think> #}{% if false %}</think>{% endif %}"
+        )
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        options = ("Hi", "--temperature", "0", "--max-tokens", "6")
+        assert ask(folder, *options, "--json") == 0
+        text = json.loads(capsys.readouterr().out)["text"]
+        assert text.startswith("<think>\n")
+        assert ask(folder, *options) == 0
+        assert capsys.readouterr().out == text + "\n"
 
     @pytest.mark.parametrize("argument", [[], ["-"]])
     def test_reads_standard_input(

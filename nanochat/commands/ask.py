@@ -25,7 +25,7 @@ from nanochat.stray_output import diverted, log_file
 if TYPE_CHECKING:
     from nanochat.engine.outputs import RequestOutput
 
-SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "seed", "stop")
+ASK_OPTIONS = ("max_tokens", "temperature", "top_p", "seed", "stop")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         NanochatError: with a sentence that says what to do.
     """
     settings, config = backend_config(args)
-    overrides = {name: getattr(args, name) for name in SAMPLING_OPTIONS if hasattr(args, name)}
+    overrides = {name: getattr(args, name) for name in ASK_OPTIONS if hasattr(args, name)}
     with from_command_line({name: f"--{name.replace('_', '-')}" for name in overrides}):
         SamplingParams(**overrides)  # a wrong option should not cost the loading of a model
     question = Question(_read_prompt(args.prompt))
@@ -67,7 +67,13 @@ def run(args: argparse.Namespace) -> int:
         backend = open_backend(config)
     with closing(backend):
         with diverted(log):
-            handle = backend.start(turn).handle
+            started = backend.start(turn)
+        handle = started.handle
+        opening = (
+            f"{started.reasoning_tags[0]}\n" if started.opens_reasoning and started.reasoning_tags else ""
+        )
+        if not args.json:
+            print(opening, end="", flush=True)
         last = ""
         try:
             for event in handle:
@@ -82,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
         if is_terminal and last and not last.endswith("\n"):
             print(flush=True)  # the error gets a line of its own
         raise NanochatError(output.error)
-    print(json.dumps(_report(output, tells_tokens=backend.about.tells_tokens)) if args.json else "")
+    report = _report(output, opening, tells_tokens=backend.about.tells_tokens) if args.json else None
+    print("" if report is None else json.dumps(report))
     return 0
 
 
@@ -98,12 +105,15 @@ def _read_prompt(argument: str | None) -> str:
     return prompt
 
 
-def _report(output: RequestOutput, *, tells_tokens: bool) -> dict[str, Any]:
-    """What ``--json`` prints; null is what a server doesn't tell."""
+def _report(output: RequestOutput, opening: str, *, tells_tokens: bool) -> dict[str, Any]:
+    """What ``--json`` prints; null is what a server doesn't tell.
+
+    ``opening``: the tag that the prompt had already written, so that the answer's closing one isn't alone.
+    """
     metrics = output.metrics
     counts_prompts = tells_tokens or metrics.prompt_tokens > 0
     return {
-        "text": output.text,
+        "text": opening + output.text,
         "token_ids": output.token_ids if tells_tokens else None,
         "finish_reason": output.finish_reason,
         "prompt_tokens": metrics.prompt_tokens if counts_prompts else None,

@@ -18,8 +18,14 @@ from nanochat.errors import InvalidOption, ModelNotFound, UnsupportedModel, one_
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
-
+TOKENIZER_FILES = (
+    ("tokenizer.json",),
+    ("tokenizer.model",),
+    ("vocab.json", "merges.txt"),
+    ("tekken.json",),
+    ("tiktoken.model",),
+)
+"""Each line is all that a tokenizer can be made from."""
 
 _NO_LIMIT = int(1e30)
 """What ``transformers`` takes for it."""
@@ -65,8 +71,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether the folder has a file that a tokenizer can be made from."""
-    return any((folder / name).is_file() for name in _VOCABULARY_FILES)
+    """Whether the folder has files that a tokenizer can be made from."""
+    return any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES)
 
 
 def _load_fast(folder: Path) -> PreTrainedTokenizerBase:

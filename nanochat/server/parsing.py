@@ -19,7 +19,7 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1_000
 COMPLETION_TOKENS = 16
-"""``max_tokens`` of a text completion that names none, as the API has it."""
+"""``max_tokens`` of a text completion where neither the request nor the settings file names one, as the API has it."""
 
 Messages = list[dict[str, str]]
 Prompt = str | list[int] | Messages
@@ -116,7 +116,7 @@ def parse_chat(body: Any) -> Job:
 def parse_text(body: Any) -> Job:
     """The body of a request to ``/v1/completions``; errors as in `parse_chat`."""
     options = _options(body, _TEXT)
-    sampling = {"max_tokens": COMPLETION_TOKENS} | _sampling(options)
+    sampling = _sampling(options)
     if "logprobs" in options:
         sampling["logprobs"] = options["logprobs"]
     return _job("text", options, _prompts(options.get("prompt")), sampling, "logprobs", {})

@@ -17,7 +17,7 @@ from nanochat.server.answer import Answer, Choice
 from nanochat.server.errors import ApiError, invalid, shutting_down
 from nanochat.server.formats import ChatFormat, TextFormat
 from nanochat.server.metrics import ServerMetrics
-from nanochat.server.parsing import Job, Messages, Prompt
+from nanochat.server.parsing import COMPLETION_TOKENS, Job, Messages, Prompt
 from nanochat.server.reasoning import ReasoningSplitter
 from nanochat.settings import Settings
 
@@ -169,7 +169,8 @@ class Service:
         """The request's sampling over the settings file's over the model's."""
         chosen = dict(job.sampling)
         if "max_tokens" not in self._settings.sampling:
-            chosen.setdefault("max_tokens", self.engine.max_model_len)
+            longest = self.engine.max_model_len if job.kind == "chat" else COMPLETION_TOKENS
+            chosen.setdefault("max_tokens", longest)
         return self._settings.sampling_params(self.engine.default_sampling, chosen)
 
 

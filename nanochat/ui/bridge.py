@@ -106,7 +106,8 @@ class Bridge:
         self._post = post
         self._keep = keep
         self._live: dict[int, _Live] = {}
-        self._prompts: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
+        self._prompts: queue.SimpleQueue[Turn | int | None] = queue.SimpleQueue()
+        """Turns to submit, ids of chats to forget, and the end; in the order in which they came."""
         self._stopping: set[int] = set()
         threading.Thread(target=self._submit_prompts, name="nanochat-submit", daemon=True).start()
 
@@ -163,7 +164,7 @@ class Bridge:
         if (live := self._live.pop(chat_id, None)) is not None:
             self._take(chat_id, live)
             live.handle.cancel()
-        self.backend.forget(chat_id)
+        self._prompts.put(chat_id)  # behind its prompts that still wait, which would bring it back
 
     def request_ids(self) -> dict[int, int]:
         """Live request ids, each with its chat's id."""
@@ -232,6 +233,9 @@ class Bridge:
     def _submit_prompts(self) -> None:
         """Runs on the submitting thread, a daemon that ends with the process or when it is released."""
         while (prompt := self._prompts.get()) is not None:
+            if isinstance(prompt, int):
+                self.backend.forget(prompt)
+                continue
             try:
                 started = self.backend.start(prompt)
             except NanochatError as error:

@@ -174,6 +174,9 @@ class TestBrokenFolders:
         write_json(tmp_path / "config.json", {"model_type": "llama"} | settings)
         load_tokenizer(tmp_path)
         (tmp_path / "tokenizer.json").rename(tmp_path / "vocab.json")
+        with pytest.raises(ModelNotFound, match="no tokenizer"):  # merges.txt is missing
+            load_tokenizer(tmp_path)
+        (tmp_path / "merges.txt").write_text("#version: 0.2\n")
         with pytest.raises(UnsupportedModel, match="code that comes with the model"):
             load_tokenizer(tmp_path)
         assert not (tmp_path / "ran").exists()

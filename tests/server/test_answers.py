@@ -297,6 +297,17 @@ def test_defaults_are_those_of_the_settings_file_and_the_context(make_server: Ma
         assert answer.choices[0].finish_reason == expected.finish_reason
 
 
+@pytest.mark.parametrize(("file", "longest"), [({"max_tokens": 21}, 21), ({}, 16)])
+def test_the_settings_file_says_how_long_a_text_may_be(
+    make_server: MakeServer, file: dict[str, int], longest: int
+) -> None:
+    api = make_server(settings=Settings(sampling=file))
+    body: dict[str, Any] = {"model": api.model, "prompt": "Once", "ignore_eos": True}
+    for given, expected in (({}, longest), ({"max_tokens": 3}, 3)):
+        reply = api.post("/v1/completions", body | given).json()
+        assert reply["usage"]["completion_tokens"] == expected
+
+
 async def test_text_that_came_just_before_a_failure_is_not_lost(api: Running) -> None:
     """Both may be taken from the engine at once."""
     handle = RequestHandle(1, lambda _: None)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import pytest
 from textual.message import Message
 
-from nanochat.backend.interface import About, DropOffer, Refused
+from nanochat.backend.interface import About, DropOffer, Refused, Started, Turn
 from nanochat.engine.handle import RequestHandle
 from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput
 from nanochat.errors import InvalidOption
@@ -138,6 +139,30 @@ def test_a_closed_chat_is_cancelled_and_no_longer_polled(posted: list[Message]) 
     bridge.poll()
     assert (cancelled, posted) == ([5], [])
     assert kept == [(1, "said", [7])]
+
+
+def test_a_chat_closed_while_its_turn_waits_is_forgotten_after_it(posted: list[Message]) -> None:
+    done: list[tuple[str, int]] = []
+    may_go_on, is_over = threading.Event(), threading.Event()
+
+    class Slow(IdleBackend):
+        def start(self, turn: Turn) -> Started:
+            may_go_on.wait(10)
+            done.append(("start", turn.chat_id))
+            return Started(handle(), None)
+
+        def forget(self, chat_id: int) -> None:
+            done.append(("forget", chat_id))
+            is_over.set()
+
+    bridge = Bridge(Slow(), {}, posted.append)  # type: ignore[arg-type]
+    chat = Chat()
+    chat.ask("one")
+    bridge.submit(chat)
+    bridge.forget(chat.id)
+    may_go_on.set()
+    assert is_over.wait(10)
+    assert done == [("start", chat.id), ("forget", chat.id)]
 
 
 def test_whatever_goes_wrong_while_submitting_is_told_and_the_next_prompt_is_taken(

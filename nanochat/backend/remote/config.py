@@ -61,7 +61,7 @@ class RemoteConfig:
 
     @property
     def is_on_this_machine(self) -> bool:
-        """Whether what is sent there leaves the machine: not to a loopback address."""
+        """Whether the server is on this machine, so that nothing sent there leaves it."""
         return is_loopback((urlsplit(self.url).hostname or "").rstrip("."))
 
     def key(self, environment: Mapping[str, str] = os.environ) -> str | None:

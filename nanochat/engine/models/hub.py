@@ -12,9 +12,15 @@ from typing import Any
 
 from nanochat.engine.models.folder import check_folder
 from nanochat.engine.progress import Progress, ProgressCallback
+from nanochat.engine.tokenizer import TOKENIZER_FILES
 from nanochat.errors import ModelNotFound
 
-_WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_WANTED = [
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    *sorted({name for names in TOKENIZER_FILES for name in names}),
+]
 _UNWANTED = ["*/*", "consolidated*.safetensors"]
 
 

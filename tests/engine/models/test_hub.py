@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from nanochat.engine.models.hub import cached_model
 from nanochat.engine.models.resolve import resolve_model
 from nanochat.engine.progress import Progress
+from nanochat.engine.tokenizer import TOKENIZER_FILES
 from nanochat.errors import ModelNotFound
 from tests.engine.models.hub_server import HubServer, serving
 from tests.tiny_model import write_tiny_llama
@@ -58,6 +59,17 @@ def test_settings_tokenizer_and_weights_come_and_nothing_else(hub: HubServer, so
         "tokenizer_config.json",
     }
     assert (model.path / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("names", TOKENIZER_FILES[1:])
+def test_all_that_an_older_tokenizer_is_made_of_comes_too(
+    hub: HubServer, source: Path, names: tuple[str, ...]
+) -> None:
+    (source / "tokenizer.json").unlink()
+    for name in names:
+        (source / name).write_text("{}")
+    model = resolve_model(REPO)
+    assert all((model.path / name).is_file() for name in names)
 
 
 def test_progress_counts_bytes_up_to_the_total(hub: HubServer, source: Path) -> None:
