@@ -10,6 +10,7 @@ from types import ModuleType
 
 from nanochat.commands.options import add_engine_options, engine_config
 from nanochat.errors import NanochatError, WrongUsage, install_hint
+from nanochat.server.limits import MAX_REQUESTS
 from nanochat.stray_output import diverted, log_file
 
 KEY_VARIABLE = "NANOCHAT_API_KEY"
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-requests",
         type=int,
-        default=256,
+        default=MAX_REQUESTS,
         metavar="N",
         help="most answers under way; more are told to wait",
     )

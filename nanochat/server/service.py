@@ -16,13 +16,12 @@ from nanochat.errors import NanochatError, PromptTooLong, UnsupportedModel, one_
 from nanochat.server.answer import Answer, Choice
 from nanochat.server.errors import ApiError, invalid, shutting_down
 from nanochat.server.formats import ChatFormat, TextFormat
+from nanochat.server.limits import MAX_REQUESTS
 from nanochat.server.metrics import ServerMetrics
 from nanochat.server.parsing import COMPLETION_TOKENS, Job, Messages, Prompt
 from nanochat.server.reasoning import ReasoningSplitter
 from nanochat.settings import Settings
 
-MAX_REQUESTS = 256
-"""Answers under way at once, running or waiting, unless the server is told."""
 _ENCODERS = 2
 """Threads that turn prompts into tokens: a long one must not hold up a short one."""
 _SHRINK = 4
