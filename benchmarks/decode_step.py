@@ -3,9 +3,10 @@
     python -m benchmarks.decode_step --rows 1,32 --json results.json
 
 The model has the shape of Qwen3-0.6B and random weights, BF16. A step is timed whole, by replays of its graph.
-Its parts come from a trace of one replay: kernels overlap, so each is given the time from the end of the one
-that ended before it to its own end, and the parts add up to the step. The floor is the bytes that must be read
-(weights, and K and V of the context) over the bandwidth of a copy on the same card.
+Its parts come from a trace of replays: kernels overlap, so each is given the time from the end of the one that
+ended before it to its own end. Tracing slows a step down, so they add up to more than the step; both are printed.
+The floor is the bytes that must be read (weights, and K and V of the context, with their scales) over the bandwidth
+of a copy on the same card; reading alone can be a little faster (``read_tb_per_s``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.kernel_harness import copy_bandwidth
+from benchmarks.kernel_harness import copy_bandwidth, read_bandwidth
 from benchmarks.machine import describe_machine
 from benchmarks.random_model import SHAPES, model_config
 from nanochat.engine.config import SamplingParams
@@ -101,7 +102,7 @@ def record(
         raise ValueError("a step that only decodes fits no shape")
     graphs.run(fitting, graphs.pack(plan, fitting)[0])
     torch.cuda.synchronize()
-    kv_bytes = sum(cache.k.nbytes + cache.v.nbytes for cache in caches)
+    kv_bytes = sum(cache.num_bytes for cache in caches)
     return graphs._recordings[fitting].graph, kv_bytes
 
 
@@ -180,6 +181,7 @@ def main() -> None:
     report: dict[str, Any] = {
         **describe_machine("triton"),
         "copy_tb_per_s": bandwidth,
+        "read_tb_per_s": read_bandwidth(),
         "shape": options.shape,
         "steps": [],
     }
@@ -188,7 +190,11 @@ def main() -> None:
             decoder, rows, options.context, options.temperature, bandwidth, int8=options.kv == "int8"
         )
         report["steps"].append(step)
-        print(f"{rows} rows of {options.context}: {step['step_us']:.0f} us, floor {step['floor_us']:.0f}")
+        traced_us = sum(part["us"] for part in step["parts"].values())
+        print(
+            f"{rows} rows of {options.context}: {step['step_us']:.0f} us, floor {step['floor_us']:.0f}; "
+            f"traced, in parts {traced_us:.0f}"
+        )
         for name, part in sorted(step["parts"].items(), key=lambda item: -item[1]["us"]):
             print(f"  {part['us']:8.1f}  {part['launches']:5.0f} x {name}", flush=True)
         if options.json:

@@ -1,7 +1,8 @@
 """What the kernel benchmark measures with: paged test cases, float64 references, timing by graph replay.
 
-Times are medians over replays of a CUDA graph whose calls cycle through buffers that together exceed the L2
-cache several times, divided by the calls: launch gaps are a graph's, and nothing is read from a warm cache.
+Times are medians over replays of a CUDA graph, divided by its calls: launch gaps are a graph's. A call has inputs
+and a result of its own. Where their number is `copies_beyond_l2`, all of them exceed the L2 cache several times,
+so that nothing is found there; benchmarks with fewer say so: they are as warm as after the kernel before in a step.
 """
 
 from __future__ import annotations
@@ -103,9 +104,13 @@ def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm())
 
 
+def format_value(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def copies_beyond_l2(num_bytes: int) -> int:
-    """How many inputs of this size rotate: together at least four L2s, at most 64 of them."""
-    return max(2, min(64, -(-4 * L2_BYTES // num_bytes)))
+    """How many inputs of this size rotate: together at least four L2s, unless that takes more than 1,024 of them."""
+    return max(2, min(1024, -(-4 * L2_BYTES // num_bytes)))
 
 
 def time_us(calls: Sequence[Callable[[], object]], replays: int = 20) -> float:
@@ -119,8 +124,8 @@ def time_us(calls: Sequence[Callable[[], object]], replays: int = 20) -> float:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
+            # All results stay until the end: else each would get the memory of the one before, warm in the L2.
+            results = [call() for call in calls]
         times = []
         for _ in range(replays + 2):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -129,7 +134,14 @@ def time_us(calls: Sequence[Callable[[], object]], replays: int = 20) -> float:
             end.record(stream)
             end.synchronize()
             times.append(begin.elapsed_time(end) * 1000 / len(calls))
+        del results
     return statistics.median(times[2:])
+
+
+def read_bandwidth(num_bytes: int = 2 << 30) -> float:
+    """TB/s of a sum: what a kernel that writes next to nothing can read, which is more than a copy moves."""
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device="cuda")
+    return num_bytes / time_us([source.sum], replays=3) / 1e6
 
 
 def copy_bandwidth(num_bytes: int = 2 << 30) -> float:

@@ -27,8 +27,10 @@ from benchmarks.kernel_harness import (
     copies_beyond_l2,
     copy_bandwidth,
     exact_attention,
+    format_value,
     gemm_rate,
     paged_case,
+    read_bandwidth,
     relative_error,
     sdpa,
     stored_kv,
@@ -129,7 +131,7 @@ def quantisation() -> Figures:
 
 
 def decode(bandwidth: float) -> Figures:
-    """Both cache types at each batch and context, and what reading K and V alone would take."""
+    """Both cache types at each batch and context, and what K and V would take at the bandwidth of a copy."""
     figures = []
     for rows, context in DECODES:
         figure: dict[str, Any] = {"rows": rows, "context": context}
@@ -307,7 +309,7 @@ def elementwise(bandwidth: float) -> Figures:
 
 
 def rotations() -> Figures:
-    """Norms, rotation and store of a small step, for a full cache and an INT8 one."""
+    """Norms, rotation and store of a small step, for a full cache and an INT8 one. Warm, as after q, k and v."""
     figures = []
     norms: dict[str, Any] = {
         name: torch.randn(HEAD_DIM, device="cuda", dtype=torch.bfloat16) for name in ("q_norm", "k_norm")
@@ -332,7 +334,7 @@ def rotations() -> Figures:
 
 
 def samplers() -> Figures:
-    """Sampling from Qwen3's vocabulary, for one row and for 32."""
+    """Sampling from Qwen3's vocabulary, for one row and for 32. Warm, as after `lm_head`."""
     figures = []
     kinds = {
         "greedy": (0.0, 0, 1.0, 0.0),
@@ -377,6 +379,7 @@ def main() -> None:
     results: dict[str, Any] = {
         **describe_machine("triton"),
         "copy_tb_per_s": bandwidth,
+        "read_tb_per_s": read_bandwidth(),
         "gemm_tflops": gemm_rate(),
     }
     print(json.dumps(results))
@@ -389,10 +392,6 @@ def main() -> None:
             )
         if options.json:
             options.json.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def format_value(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

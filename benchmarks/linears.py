@@ -5,8 +5,10 @@
 Shapes are Qwen3-0.6B's, in BF16, and each map does what it does in a step: q, k and v, and gate and up, divide
 by the norm; gate and up end in SiLU and product; o and down add the residual, and norm; ``lm_head`` gives
 float32. A map is timed over as many weights as the model has layers, one after another in one CUDA graph; cuBLAS'
-time is that of its product alone. Every result is compared with float64. Compiling takes minutes: ``--warm I/N`` compiles a
-share of the cuts and checks them, so that ``N`` processes can do it side by side with one Triton cache.
+time is that of its product alone. Every cut's results are compared with float64 before it is timed. ``chains`` are all
+maps of a step one after another, each in the cut that a step takes, and cuBLAS' products alone. Compiling takes
+minutes: ``--warm I/N`` compiles a share of the cuts and checks them, so that ``N`` processes can do it side by side
+with one Triton cache.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.kernel_harness import copy_bandwidth, time_us
+from benchmarks.kernel_harness import copy_bandwidth, read_bandwidth, time_us
 from benchmarks.machine import describe_machine
 from nanochat.kernels.gpu_linear import launch_linear
 from nanochat.kernels.gpu_linear_split import allocate_arrivals, launch_split_linear
@@ -69,7 +71,12 @@ class Case:
             return torch.full(size, float("nan"), device="cuda", dtype=dtype)
 
         self.shape = shape
-        squares = torch.rand(64, rows, device="cuda") * shape.in_size / 64 + 1 if shape.normed else None
+        squares = None
+        if shape.normed:
+            # As many parts as the map before, of which these are the rows, leaves behind.
+            before = used_cut(SHAPES["o"], rows)
+            parts = shape.in_size // (SPLIT_TILE if isinstance(before, SplitConfig) else 16)
+            squares = torch.rand(parts, rows, device="cuda") * shape.in_size / parts + 1
         self.x = Normed(randn(rows, shape.in_size), squares, 1e-6)
         is_logits = shape.out_size > 32_768
         self.out = nan(rows, shape.out_size, dtype=torch.float32 if is_logits else torch.bfloat16)
@@ -158,9 +165,14 @@ def warm(all_rows: list[int], index: int, count: int) -> None:
     jobs = [(shape, rows, cut) for shape in SHAPES.values() for rows in all_rows for cut in cuts(shape, rows)]
     own = {shape: weights(shape, 1)[0] for shape in SHAPES.values()}
     for shape, rows, cut in jobs[index::count]:
-        error = Case(shape, rows).error(own[shape], cut)
-        if error > MAX_ERROR:
-            raise SystemExit(f"{shape}, {rows} rows, {cut}: error {error}")
+        check(Case(shape, rows), own[shape], cut)
+
+
+def check(case: Case, weight: torch.Tensor, cut: Cut) -> None:
+    """Stop where a cut's results are wrong."""
+    error = case.error(weight, cut)
+    if error > MAX_ERROR:
+        raise SystemExit(f"{case.shape}, {len(case.out)} rows, {cut}: error {error}")
 
 
 def used_cut(shape: Shape, rows: int) -> Cut | None:
@@ -180,7 +192,10 @@ def measure(name: str, all_rows: list[int], bandwidth: float) -> list[dict[str, 
         def ours(cut: Cut, case: Case = case) -> list[Callable[[], object]]:
             return [lambda weight=weight: case.run(weight, cut) for weight in own]
 
-        times = {cut: time_us(ours(cut)) for cut in cuts(shape, rows)}
+        times = {}
+        for cut in cuts(shape, rows):
+            check(Case(shape, rows), own[0], cut)  # a new one: what this cut does not write is NaN
+            times[cut] = time_us(ours(cut))
         ranked = sorted(times, key=times.__getitem__)
         used = used_cut(shape, rows)
         x = case.x.values
@@ -193,6 +208,26 @@ def measure(name: str, all_rows: list[int], bandwidth: float) -> list[dict[str, 
                 "used": asdict(used) if used else None,
                 "best": [{**asdict(cut), "us": times[cut]} for cut in ranked[:8]],
             }
+        )
+    return figures
+
+
+def chains(all_rows: list[int]) -> list[dict[str, float]]:
+    """All maps of a step in one graph: ours as a step takes them, where it takes them, and cuBLAS' products alone."""
+    figures = []
+    for rows in all_rows:
+        ours: list[Callable[[], object]] = []
+        plain: list[Callable[[], object]] = []
+        layer = [name for name in SHAPES if name != "lm_head"]
+        cases = {name: Case(shape, rows) for name, shape in SHAPES.items()}
+        used = {name: used_cut(shape, rows) for name, shape in SHAPES.items()}
+        for name in [*layer * LAYERS, "lm_head"]:
+            case, cut, weight = cases[name], used[name], weights(SHAPES[name], 1)[0]
+            product = lambda x=case.x.values, w=weight: torch.nn.functional.linear(x, w)  # noqa: E731
+            plain.append(product)
+            ours.append(product if cut is None else lambda c=case, w=weight, cut=cut: c.run(w, cut))
+        figures.append(
+            {"rows": rows, "ours_us": time_us(ours) * len(ours), "cublas_us": time_us(plain) * len(plain)}
         )
     return figures
 
@@ -213,6 +248,7 @@ def main() -> None:
         return
     bandwidth = copy_bandwidth()
     report: dict[str, Any] = {**describe_machine("triton"), "copy_tb_per_s": bandwidth, "maps": []}
+    report["read_tb_per_s"] = read_bandwidth()
     for name in SHAPES:
         report["maps"] += (figures := measure(name, all_rows, bandwidth))
         for figure in figures:
@@ -224,6 +260,11 @@ def main() -> None:
             )
         if options.json:
             options.json.write_text(json.dumps(report, indent=1) + "\n")
+    report["chains"] = chains(all_rows)
+    for chain in report["chains"]:
+        print(" ".join(f"{key} {value:.4g}" for key, value in chain.items()), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import machine
+from benchmarks import machine, tables
 from benchmarks.servers import Served, decode_rate
 
-POSITIONAL = {"command", "file", "names", "server", "what"}
+POSITIONAL = {"command", "file", "names", "report", "server", "what"}
 """Named where they are declared just as where they are used."""
-FILES = sorted(Path(machine.__file__).parent.glob("*.py"))
+FOLDER = Path(machine.__file__).parent
+FILES = sorted(FOLDER.glob("*.py"))
 
 
 def options(tree: ast.AST) -> set[str]:
@@ -44,6 +46,19 @@ def test_the_decode_rate_is_of_the_time_when_all_requests_decode() -> None:
     assert decode_rate([early, late]) == 5 / 3
     assert decode_rate([early]) == 1.0
     assert decode_rate([Served(1.0, [1.0]), Served(2.0, [2.0])]) == 0.0
+
+
+@pytest.mark.parametrize("name", ["kernels-h200", "kernels-prefill-h200"])
+def test_the_tables_of_the_page_come_from_the_reports(name: str) -> None:
+    report = json.loads((FOLDER / "results" / f"{name}.json").read_text())
+    page = (FOLDER.parent / "docs" / "kernels.md").read_text()
+    shown = {
+        "kernels-h200": {"decode", "prefill", "elementwise"},
+        "kernels-prefill-h200": {"how INT8 is read"},
+    }
+    for title in shown[name]:
+        section, make = tables.TABLES[title]
+        assert make(report[section]) in page, title
 
 
 def test_hardware_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

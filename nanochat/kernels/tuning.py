@@ -1,7 +1,7 @@
 """Tile sizes by GPU generation and shape: a small table, measured where hardware was at hand, safe elsewhere.
 
 Nothing is tuned at run time. The limits the table keeps to are shared memory a program: 64 KB on compute
-capability 7.5, 99 KB on 8.6, 8.9 and 12.0, 163 KB on 8.0, 227 KB on 9.0 and 10.0. Knows nothing of tensors.
+capability 7.5, 99 KB on 8.6, 8.9 and 12.0, 163 KB on 8.0, 227 KB from 9.0 to 11.0. Knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ def padded_rows(rows: int) -> int:
     return -(-rows // multiple) * multiple
 
 
+def _has_large_sms(capability: int) -> bool:
+    """Data centres' cards from Hopper on: 227 KB of shared memory a program. 12.0 and 12.1 are others, with 99 KB."""
+    return 90 <= capability < 120
+
+
 def decode_config(capability: int, block_d: int, kv_bytes: int, rows: int, kv_heads: int) -> DecodeConfig:
     """For ``rows`` whose heads of ``block_d`` dims, a power of two, are cached in ``kv_bytes`` each.
 
@@ -60,22 +65,25 @@ def decode_config(capability: int, block_d: int, kv_bytes: int, rows: int, kv_he
     if capability < 80:
         warps = 8 if block_d > 128 else 4
         return DecodeConfig(16 if block_d > 128 or row_bytes > 256 else 32, warps, 1, 4, 4, 16)
-    if capability in (90, 100):
+    if _has_large_sms(capability):
+        # As many programs as a multiprocessor has registers for: where more fit than the grid has, they are placed
+        # unevenly, which cost a tenth. A half-sized head takes two thirds of the registers.
+        small = block_d == 64 and kv_bytes <= 2
+        places = 6 if small else 4
         if kv_bytes == 1 and block_d <= 128:
             if runs >= 256:
                 # Converting costs instructions, and one-warp programs spend none on meeting each other.
                 return DecodeConfig(32, 1, 3, 8, 4, 16, early=True)
             if runs >= 32:
-                return DecodeConfig(64, 2, 3, 4, 1, 64 if runs >= 128 else 32, early=True)
+                return DecodeConfig(64, 2, 3, places, 1, 64 if runs >= 128 else 32, early=True)
             # So few that more and smaller programs wait for less each.
-            return DecodeConfig(32, 2, 3, 4, 1, 64, early=True)
+            return DecodeConfig(32, 2, 3, places, 1, 64, early=True)
         if row_bytes <= 256:
-            if 128 <= runs <= 256:
+            if 128 <= runs <= 256 and not small:
                 # About a run a program: nothing is split, nor merged.
                 return DecodeConfig(64, 4, 3, 2, 2, 64, early=True)
-            # A merge of 64 takes registers for just four programs a multiprocessor. Where five would fit, they are
-            # placed unevenly, and that costs a tenth.
-            return DecodeConfig(32, 2, 3, 4, 1, 64, early=True)
+            # Of 128 dims, a merge of 64 takes registers for just four programs.
+            return DecodeConfig(32, 2, 3, places, 1, 64, early=True)
         return DecodeConfig(32, 4, 3, 2, 2, 64, early=True)
     block_n = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
     return DecodeConfig(block_n, 4, 2, 2, 2, 32)
@@ -85,7 +93,7 @@ def prefill_config(capability: int, block_d: int, q_bytes: int, kv_bytes: int, c
     """``q_bytes``, ``kv_bytes``: of one query and one cached element; ``context``: the longest row's."""
     if q_bytes == 4 or capability < 80:
         return PrefillConfig(32, 16 if block_d > 128 else 32, 8, 1)  # products without tensor cores
-    if capability in (90, 100):
+    if _has_large_sms(capability):
         short = context <= 4096
         if block_d > 128:
             block_n = 64 if kv_bytes > 1 else 32

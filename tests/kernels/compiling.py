@@ -90,8 +90,11 @@ def check_launches(
     module: ModuleType,
     kernel_name: str,
     launch: Callable[[], object],
-) -> None:
-    """Record what ``launch`` launches on a GPU of this capability, compile it, and check what it needs."""
+) -> list[Any]:
+    """Record what ``launch`` launches on a GPU of this capability, compile it, and check what it needs.
+
+    Returns what was compiled.
+    """
     recorder = Recorder(getattr(module, kernel_name))
     with monkeypatch.context() as patch:
         for changed in (triton_utils, module):
@@ -100,21 +103,32 @@ def check_launches(
         patch.setattr(module, kernel_name, recorder)
         launch()
     assert recorder.launches
+    all_compiled = []
     for recorded in recorder.launches:
         compiled = triton.compile(
             recorded.source, target=GPUTarget("cuda", capability, 32), options=recorded.options
         )
         assert compiled.metadata.shared <= SHARED_KB[capability] * 1024
-        assert stack_bytes(compiled.asm["cubin"]) <= MAX_STACK_BYTES
+        assert resource(compiled, "STACK") <= MAX_STACK_BYTES
+        all_compiled.append(compiled)
+    return all_compiled
 
 
-def stack_bytes(cubin: bytes) -> int:
-    """Bytes a thread keeps in local memory, from the compiler's resource report."""
+def programs_that_fit(compiled: Any) -> int:
+    """How many programs a multiprocessor of compute capability 9.0 has registers and shared memory for."""
+    warps = compiled.metadata.num_warps
+    warp_registers = -(-resource(compiled, "REG") * 32 // 256) * 256
+    by_registers = 4 * (16_384 // warp_registers) // warps
+    return min(by_registers, (228 << 10) // (compiled.metadata.shared + 1024))
+
+
+def resource(compiled: Any, name: str) -> int:
+    """Of a thread, from the compiler's report: "REG", registers; "STACK", bytes in local memory."""
     path = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
-    path.write_bytes(cubin)
+    path.write_bytes(compiled.asm["cubin"])
     report = subprocess.run(
         [CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True
     ).stdout
-    match = re.search(r"STACK:(\d+)", report)
+    match = re.search(rf"{name}:(\d+)", report)
     assert match, report
     return int(match[1])

@@ -36,8 +36,8 @@ from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.normed import Normed
 from nanochat.kernels.rows import StepRows
 from nanochat.kernels.triton_utils import INTERPRETED, DeviceInfo
-from nanochat.kernels.tuning import DecodeConfig
-from tests.kernels.compiling import NUM_SMS, SHARED_KB, Recorder, check_launches
+from nanochat.kernels.tuning import DecodeConfig, decode_config, prefill_config
+from tests.kernels.compiling import NUM_SMS, SHARED_KB, Recorder, check_launches, programs_that_fit
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="under the interpreter nothing is compiled")
 
@@ -105,7 +105,7 @@ GPUS_AND_DIMS = [
 @pytest.mark.parametrize("int8", [False, True])
 def test_decode_attention(monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, int8: bool) -> None:
     # Some tile sizes depend on the number of rows.
-    for rows in (2, 4, 40) if capability == 90 else (2,):
+    for rows in ((2, 4, 40) if int8 else (2, 20)) if capability == 90 else (2,):
         inputs = attention_inputs(capability, dim, int8, rows, 1, 100)
 
         def two_layers(inputs: Any = inputs) -> None:
@@ -113,7 +113,22 @@ def test_decode_attention(monkeypatch: pytest.MonkeyPatch, capability: int, dim:
             for _ in range(2):
                 attention_decode.decode_attention(*inputs, scale=1.0)
 
-        check_launches(monkeypatch, capability, attention_decode, "_decode_kernel", two_layers)
+        compiled = check_launches(monkeypatch, capability, attention_decode, "_decode_kernel", two_layers)
+        if capability == 90 and dim in (64, 128):
+            # Of more that fit, the grid's would be placed unevenly; of fewer, some would come after all others.
+            config, fit = decode_config(90, dim, 1 if int8 else 2, rows, 8), programs_that_fit(compiled[-1])
+            assert fit == config.programs_per_sm
+
+
+@pytest.mark.parametrize("kv_bytes", [1, 2])
+def test_cuts_go_by_what_a_generation_has(kv_bytes: int) -> None:
+    """10.3 and 11.0 have the shared memory of 9.0, and dependent launch; 12.1 has that of 8.9."""
+    for sizes in ((64, kv_bytes, 4, 8), (128, kv_bytes, 40, 8), (256, kv_bytes, 4, 8)):
+        assert decode_config(103, *sizes) == decode_config(110, *sizes) == decode_config(90, *sizes)
+        assert decode_config(121, *sizes) == decode_config(120, *sizes) == decode_config(89, *sizes)
+    for sizes in ((128, 2, kv_bytes, 500), (128, 2, kv_bytes, 8000)):
+        assert prefill_config(103, *sizes) == prefill_config(90, *sizes)
+        assert prefill_config(121, *sizes) == prefill_config(89, *sizes)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
