@@ -56,7 +56,7 @@ class DecodeWorkspace:
     partial_lse: torch.Tensor
     """``[2 P, group]`` float32: base-2 log-sum-exp of the piece's scores."""
     arrivals: torch.Tensor
-    """``[P]`` int32: pieces done of the run that begins in program ``p``. Zero between launches."""
+    """``[P]`` int32 semaphores: pieces done of the run that begins in program ``p``. Zero between launches."""
 
 
 def allocate_workspace(num_programs: int, group: int, head_dim: int, device: torch.device) -> DecodeWorkspace:

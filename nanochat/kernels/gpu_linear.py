@@ -1,8 +1,8 @@
 """Linear maps of a few rows on the GPU, their weights on the way before the kernel before them has ended.
 
 A decode step of few rows reads every weight once and does next to nothing with it, so all that counts is that
-memory never rests. Weights don't depend on the step: under dependent launch a program loads its whole tile of
-them into registers, in the layout in which the tensor cores take their left operand, and only then waits for
+memory never rests. Weights don't depend on the step: under programmatic dependent launch a program loads its whole
+tile of them into registers, in the layout in which the tensor cores take their left operand, and only then waits for
 the kernel before it. What is left after the wait is short: load the rows (right operand, straight from the
 L2), multiply, add up over the warps, which each have a part of the inner dimension, store. Neighbours are
 part of it: SiLU and product, the residual's addition, and the RMS norm, whose weight is multiplied in here

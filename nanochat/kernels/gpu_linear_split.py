@@ -3,9 +3,9 @@
 With more rows than the tensor cores' smallest tile, `gpu_linear`'s programs spend their time on loading rows: all
 of them for every sixteen outputs. Here a program has 64 outputs. Its weights are on their way to shared memory before
 it waits for the kernel before it, and cost no registers. Where shared memory can't hold all of them, several programs
-share the inner dimension; whoever is done last adds up their partial sums, always in the same order. The same program
-does what comes after the map: the division by the norm that is still to come (see `Normed`), bias, SiLU and product,
-the residual's addition, and the next norm's weight and sums of squares.
+share the inner dimension; whoever is done last (a semaphore a tile tells) adds up their partial sums, always in the
+same order. The same program does what comes after the map: the division by the norm that is still to come (see
+`Normed`), bias, SiLU and product, the residual's addition, and the next norm's weight and sums of squares.
 
 In Gluon, for compute capability 9.0. Knows nothing of models.
 """

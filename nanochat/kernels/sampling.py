@@ -24,7 +24,7 @@ from nanochat.kernels.sampling_scan import (
     load_scores,
     scan_rows,
 )
-from nanochat.kernels.triton_utils import dependent_launch, enter
+from nanochat.kernels.triton_utils import dependent_launch, enter, next_power_of_2
 
 _BLOCK = 8192
 """Scores a row's program reads at once, and at most finds copied aside."""
@@ -108,7 +108,7 @@ def sample_tokens(
         scores.stride(0),
         vocab_size,
         chunks,
-        CHUNKS=triton.next_power_of_2(chunks),
+        CHUNKS=next_power_of_2(chunks),
         CHUNK=_CHUNK,
         BLOCK=_BLOCK,
         DEPENDENT=dependent,

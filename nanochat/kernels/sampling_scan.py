@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanochat.kernels.triton_utils import enter
+from nanochat.kernels.triton_utils import enter, next_power_of_2
 
 BINS = tl.constexpr(7)
 BIN_WIDTH = tl.constexpr(2.0)
@@ -69,7 +69,7 @@ def scan_rows(
         candidates=empty(torch.float32, max_candidates),
         candidate_ids=empty(torch.int32, max_candidates),
     )
-    stride, tile = scores.stride(0), triton.next_power_of_2(chunks)
+    stride, tile = scores.stride(0), next_power_of_2(chunks)
     options = {"CHUNK": chunk, "DEPENDENT": dependent, "num_warps": 4, "launch_pdl": dependent}
     _best_kernel[(rows, chunks)](scores, temperature, scan.best, scan.best_ids, stride, vocab_size, **options)
     filters = (temperature, top_k, top_p, min_p)

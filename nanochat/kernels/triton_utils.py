@@ -29,7 +29,10 @@ class DeviceInfo:
 
 
 def dependent_launch(device: torch.device) -> bool:
-    """Whether kernels may start while the one before them ends: on compute capability 9.0 and newer."""
+    """Whether kernels may start while the one before them ends: on compute capability 9.0 and newer.
+
+    CUDA's programmatic dependent launch.
+    """
     return not INTERPRETED and device_info(device).capability >= 90
 
 
