@@ -302,7 +302,7 @@ def test_a_batch_is_what_the_requests_say() -> None:
     assert batch.seeds.tolist() == [-7, 9]
     assert batch.positions.tolist() == [3, 3]
     assert batch.penalty_tokens is not None
-    assert batch.penalty_tokens.tolist() == [[1, 1], [3, 5]]
+    assert batch.penalty_tokens.tolist() == [[1, 1], [5, 3]]  # by first occurrence
     assert not batch.all_greedy
     assert batch.any_greedy
     assert batch.any_top_k
@@ -316,7 +316,7 @@ def test_a_batch_is_what_the_requests_say() -> None:
     st.integers(0, 320),
     st.sampled_from([0.0, 0.3, 0.9, 0.999, 1.0]),
     st.sampled_from([0.0, 0.01, 0.5, 1.0]),
-    st.sampled_from([0.1, 1.0, 10.0]),
+    st.sampled_from([0.1, 1.0, 2.0]),
     st.booleans(),
     st.integers(0, 10**6),
 )
