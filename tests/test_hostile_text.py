@@ -97,7 +97,7 @@ def answering(driver: Driver, monkeypatch: pytest.MonkeyPatch, texts: Iterable[s
     bridge, answers = driver.app.main_screen.bridge, iter(texts)
     assert bridge is not None
 
-    def submit(*_: Any) -> RequestHandle:
+    def submit(*_: Any, **options: Any) -> RequestHandle:
         text = next(answers)
         handle = RequestHandle(1, lambda _: None)
         step = max(3, len(text) // 7)
@@ -312,7 +312,7 @@ def test_asked_on_a_terminal(
     text = "".join(HOSTILE.values()) if kind == "answer" else "".join(SHORT.values())
     error = None if kind == "answer" else text
 
-    def submit(*_: Any) -> RequestHandle:
+    def submit(*_: Any, **options: Any) -> RequestHandle:
         handle = RequestHandle(1, lambda _: None)
         for start in range(0, len(text), 9_999):
             handle.push(Event(text[start : start + 9_999], (1,)))
@@ -336,7 +336,7 @@ def test_json_of_hostile_answers_is_one_line_of_ascii(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     text = storable("".join(SHORT.values()))
 
-    def submit(*_: Any) -> RequestHandle:
+    def submit(*_: Any, **options: Any) -> RequestHandle:
         handle = RequestHandle(1, lambda _: None)
         handle.push(Event(text, (1,), "stop"), RequestOutput(text, [1], "stop", None, None, RequestMetrics()))
         return handle
