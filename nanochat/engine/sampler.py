@@ -150,7 +150,7 @@ def _penalty_tokens(requests: Sequence[Request], device: torch.device) -> torch.
     rows, ids = [], []
     for row, request in enumerate(requests):
         if request.params.repetition_penalty != 1:
-            seen = request.seen_tokens.of(request.token_ids)
+            seen = np.array(request.seen_tokens.of(request.token_ids))
             rows.append(np.full_like(seen, row))
             ids.append(seen)
     if not ids:

@@ -1,14 +1,12 @@
 """The distinct ids of a token list that grows: what a repetition penalty is about.
 
-Knows nothing of torch or requests.
+Knows nothing of torch, numpy or requests.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-
-import numpy as np
 
 
 class SeenTokens:
@@ -19,11 +17,14 @@ class SeenTokens:
         self._members: set[int] = set()
         self._num_taken = 0
 
-    def of(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Distinct ids ``[n]`` int64, by first occurrence; the list must begin as it did the last time."""
+    def of(self, token_ids: Sequence[int]) -> array[int]:
+        """Distinct ids, 64 bits each, by first occurrence. To be copied before the next call.
+
+        The list must begin as it did the last time.
+        """
         for token_id in token_ids[self._num_taken :]:
             if token_id not in self._members:
                 self._members.add(token_id)
                 self._ids.append(token_id)
         self._num_taken = len(token_ids)
-        return np.array(self._ids)
+        return self._ids

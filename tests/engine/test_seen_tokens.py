@@ -14,6 +14,6 @@ def test_as_if_counted_anew(parts: list[list[int]]) -> None:
     seen, token_ids = SeenTokens(), list[int]()
     for part in parts:
         token_ids += part
-        ids = seen.of(token_ids)
+        ids = np.array(seen.of(token_ids))
         assert ids.dtype == np.int64
         assert np.array_equal(np.sort(ids), np.unique(np.array(token_ids, dtype=np.int64)))
