@@ -33,7 +33,7 @@ UNSEEN_INTERVAL_S = 0.5
 """A chat out of view draws nothing; its text is passed on this often, in time for being saved within a second."""
 COST_FACTOR = 20.0
 """A chat whose last text took t to draw gets the next one no sooner than this times t later: drawing takes at most a
-twentieth of the time, which a CPU's engine would miss."""
+twentieth of the time, which a CPU's engine would miss, as long as a drawing takes under 9 ms."""
 
 
 @dataclass
@@ -81,6 +81,8 @@ class _Live:
     sanitizer: Sanitizer
     partial: RequestOutput | None
     not_before_s: float = 0.0
+    is_stopped: bool = False
+    """Its end is waited for."""
 
 
 class Bridge:
@@ -156,6 +158,7 @@ class Bridge:
         """End the chat's answer early, also one that is still being submitted."""
         if (live := self._live.get(chat_id)) is not None:
             live.handle.cancel()
+            live.is_stopped = True
         else:
             self._stopping.add(chat_id)
 
@@ -191,9 +194,10 @@ class Bridge:
                 self._post(AnswerEnded(chat_id, output))
 
     def rest_s(self, now_s: float | None = None) -> float:
-        """Seconds until text of any chat may be passed on; 0 or less: it may be now."""
+        """Seconds until anything of any chat may be passed on; 0 or less: it may be now."""
         now_s = time.monotonic() if now_s is None else now_s
-        return min((live.not_before_s for live in self._live.values()), default=now_s) - now_s
+        times = (now_s if live.is_stopped else live.not_before_s for live in self._live.values())
+        return min(times, default=now_s) - now_s
 
     def _take(self, chat_id: int, live: _Live) -> AnswerGrew | None:
         events = live.handle.poll()

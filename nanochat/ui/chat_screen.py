@@ -171,6 +171,7 @@ class ChatScreen(PaneScreen):
             answer.replace(sanitize(event.partial.text))
         chat.phase = Phase.QUEUED
         self.bridge.track(chat.id, event.handle, event.partial)
+        self.poll_soon()
         self.show_stats()
 
     def on_answer_grew(self, event: AnswerGrew) -> None:
@@ -238,19 +239,17 @@ class ChatScreen(PaneScreen):
     # What the backend is doing
 
     def poll_soon(self, delay_s: float = MIN_POLL_S) -> None:
-        """Look for what has come from the backend, and go on as long as any chat answers.
+        """Look for what has come from the backend after this long at most, and go on as long as any chat answers.
 
         By the event loop's own timer: one of Textual's that fires once is lost if its thread, just when the
         timer starts, has to wait for longer than its time.
         """
-        if self._next_poll is None:
-            self._next_poll = asyncio.get_running_loop().call_later(delay_s, self.call_later, self._poll)
-
-    def hold_polling(self) -> None:
-        """Don't look, until :meth:`poll_soon`."""
+        loop = asyncio.get_running_loop()
         if self._next_poll is not None:
+            if self._next_poll.when() <= loop.time() + delay_s:
+                return
             self._next_poll.cancel()
-            self._next_poll = None
+        self._next_poll = loop.call_later(delay_s, self.call_later, self._poll)
 
     def _poll(self) -> None:
         self._next_poll = None

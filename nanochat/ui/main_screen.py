@@ -94,6 +94,7 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
             self.show_stats()
         elif chat.is_busy and self.bridge is not None:
             self.bridge.stop(chat.id)
+            self.poll_soon()
         elif chat.editing is not None:
             chat.editing = None
             self.pane(chat).end_edit(is_given_up=True)

@@ -14,7 +14,7 @@ from textual.screen import Screen
 from textual.timer import Timer
 
 from nanochat.ui.archive import Archive, HistoryOpened
-from nanochat.ui.blank import BlankHorizontal, BlankSwitcher
+from nanochat.ui.blank import Blank, BlankHorizontal, BlankSwitcher
 from nanochat.ui.bridge import Bridge
 from nanochat.ui.chat import Chat, NoteKind
 from nanochat.ui.chat_pane import ChatPane, pane_id
@@ -33,10 +33,8 @@ DRAFT_S = 0.8
 PanelMode = Literal["full", "narrow", "line", "off"]
 
 
-class PaneScreen(Screen[None]):
+class PaneScreen(Screen[None], Blank):
     """Shows the workspace. One for the app."""
-
-    BLANK = True
 
     def __init__(self, system: str | None, archive: Archive) -> None:
         super().__init__()

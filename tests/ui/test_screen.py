@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 import unicodedata
 from pathlib import Path
 
@@ -10,7 +12,9 @@ import pytest
 from nanochat.engine.handle import RequestHandle
 from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput
 from nanochat.engine.request import FinishReason
+from nanochat.ui import chat_screen
 from nanochat.ui.bridge import AnswerStarted
+from nanochat.ui.chat_screen import MIN_POLL_S
 from nanochat.ui.markdown_view import MarkdownView
 from nanochat.ui.message import AnswerMessage
 from tests.ui.driver import ENDLESS, LONG, Driver, started
@@ -31,24 +35,42 @@ class Scripted:
     def __init__(self, driver: Driver, tags: tuple[str, str] | None = None) -> None:
         self._driver = driver
         self._handle = RequestHandle(1_000_000, lambda _: None)
+        self.chat_id = driver.chat.id
         self._tags = tags
 
-    async def start(self) -> None:
+    async def start(self, *, is_sent: bool = True) -> None:
         main = self._driver.app.main_screen
         chat = self._driver.chat
         assert main.bridge is not None
         self._driver.pane.show_turn(chat.ask("Question"))
-        main.poll_soon()
+        if is_sent:
+            main.poll_soon()
         main.post_message(AnswerStarted(chat.id, self._handle, self._tags))
         await self._driver.settle()
+
+    async def rest(self, pause_s: float) -> None:
+        """Until the app won't look for more text for about so long."""
+        main = self._driver.app.main_screen
+        assert main.bridge is not None
+        main.bridge.report_cost(self.chat_id, None, now_s=time.monotonic() + pause_s)
+        await self._driver.until(lambda: next_look_s(self._driver) > pause_s / 2)
 
     async def push(self, text: str) -> None:
         self._handle.push(Event(text, (1, 2)))
         await self._driver.pilot.pause(0.06)
 
-    async def end(self, final: RequestOutput) -> None:
+    async def end(self, final: RequestOutput, *, is_last: bool = True) -> None:
         self._handle.push(Event("", (), final.finish_reason), final)
-        await self._driver.until_idle()
+        if is_last:
+            await self._driver.until_idle()
+        else:
+            await self._driver.until(lambda: not self._driver.chat.is_busy)
+
+
+def next_look_s(driver: Driver) -> float:
+    """Seconds until the app looks for what has come."""
+    timer = driver.app.main_screen._next_poll
+    return timer.when() - asyncio.get_running_loop().time() if timer is not None else 0.0
 
 
 def shown(driver: Driver) -> str:
@@ -68,6 +90,41 @@ async def test_hostile_text_reaches_the_screen_as_harmless_characters(tiny_llama
         assert "␛[31mred" in shown(driver)
         assert "[bold red]markup[/]" in shown(driver)
         assert shown(driver).count("w") >= 10_000
+
+
+async def test_what_begins_or_is_stopped_is_looked_for_at_once_while_another_chat_rests(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_screen, "MAX_STATS_S", 60.0)
+    async with started(tiny_llama, sampling=ENDLESS) as driver:
+        resting = Scripted(driver)
+        await resting.start()
+        await resting.rest(30.0)
+        await driver.press("ctrl+n")
+        late = Scripted(driver)
+        await late.start(is_sent=False)
+        assert next_look_s(driver) <= MIN_POLL_S  # the backend has taken it
+        await late.rest(30.0)
+        await driver.press("ctrl+n")
+        bridge = driver.app.main_screen.bridge
+        assert bridge is not None
+        looks: list[float] = []
+        poll = bridge.poll
+        monkeypatch.setattr(bridge, "poll", lambda: looks.append(time.monotonic()) or poll())
+        monkeypatch.setattr(bridge, "submit", lambda chat: None)
+        await driver.say("Sent, but not taken yet")
+        await driver.pilot.pause(0.2)
+        assert looks
+        driver.chat.withdraw()
+        await driver.until(lambda: next_look_s(driver) > 10)
+        await driver.press("alt+2", "escape")
+        for _ in range(20):  # also when the end takes its time
+            assert next_look_s(driver) <= MIN_POLL_S
+            await driver.settle()
+        await late.end(output("Late"), is_last=False)
+        await driver.until(lambda: next_look_s(driver) > 10)
+        await driver.press("alt+1", "escape")
+        await resting.end(output("Rested"))
 
 
 @pytest.mark.parametrize("step", [3, 50])

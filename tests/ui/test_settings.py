@@ -66,7 +66,9 @@ async def test_every_sampling_setting_reaches_the_engine(tiny_llama: Path) -> No
         assert bridge is not None
         seen = []
         submit = bridge.backend.engine.submit
-        bridge.backend.engine.submit = lambda ids, params: seen.append(params) or submit(ids, params)  # type: ignore[method-assign]
+        bridge.backend.engine.submit = lambda ids, params, **rest: (
+            seen.append(params) or submit(ids, params, **rest)
+        )  # type: ignore[method-assign]
         for name, value in written.items():
             await driver.say(f"/set {name} {value}")
         await driver.ask("Hello")
@@ -198,8 +200,11 @@ async def test_no_color_leaves_only_greys(
     async with started(tiny_llama, hold=True) as driver:
         strips = driver.app.screen._compositor.render_strips()
         styles = [segment.style for strip in strips for segment in strip]
-        colours = {style.color.triplet for style in styles if style and style.color and style.color.triplet}
-        assert all(red == green == blue for red, green, blue in colours) == is_set
+        for part in ("color", "bgcolor"):
+            colours = [getattr(style, part) for style in styles if style]
+            triplets = {colour.triplet for colour in colours if colour and colour.triplet}
+            assert len(triplets) > 1
+            assert all(red == green == blue for red, green, blue in triplets) == is_set, part
 
 
 async def test_another_model_takes_over_with_the_chats_so_far(tiny_llama: Path, tmp_path: Path) -> None:
