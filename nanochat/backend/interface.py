@@ -169,5 +169,8 @@ class Backend(Protocol):
     def block_map(self) -> BlockMap | None:
         """Who holds each KV block; None where that isn't known."""
 
-    def close(self) -> None:
-        """End every answer and all threads. Harmless when repeated."""
+    def close(self, wait_s: float = 0.0) -> None:
+        """End every answer and all threads within seconds. Harmless when repeated.
+
+        Whoever needs the memory that a long step uses waits so much longer for its end.
+        """

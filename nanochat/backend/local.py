@@ -61,5 +61,5 @@ class LocalBackend:
     def block_map(self) -> BlockMap | None:
         return self.engine.block_map()
 
-    def close(self) -> None:
-        self.engine.close()
+    def close(self, wait_s: float = 0.0) -> None:
+        self.engine.close(wait_s)

@@ -36,7 +36,7 @@ from nanochat.engine.recorder import Holdings, Recorder
 from nanochat.engine.request import FinishReason, Request, RequestStatus
 from nanochat.engine.stats import BlockMap, EngineStats
 from nanochat.engine.watchdog import Watchdog
-from nanochat.errors import DeviceLost, EngineClosed
+from nanochat.errors import DeviceLost, EngineClosed, InvalidOption
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class Engine:
 
         Raises:
             PromptTooLong: it can never run; both lengths are in the message.
-            InvalidOption: it is empty, or not a prompt.
+            InvalidOption: it is empty, or not a prompt, or has fewer tokens than ``continues``.
             UnsupportedModel: the model's tokenizer or chat template fails on it.
             EngineClosed: the engine has been closed, or its thread has died.
         """
@@ -179,6 +179,10 @@ class Engine:
         handle = RequestHandle(request.request_id, self._cancel)
         if continues is None:
             continues = len(token_ids) if isinstance(prompt, str) else 0
+        if not 0 <= continues <= len(token_ids):
+            raise InvalidOption(
+                f"A prompt of {len(token_ids):,} tokens can't be continued from its last {continues:,}."
+            )
         before = token_ids[len(token_ids) - continues :]
         live = LiveRequest(request, handle, Detokenizer(self.tokenizer, params.stop, after=before))
         with self._inbox_condition:
@@ -205,10 +209,11 @@ class Engine:
             holdings = Holdings.of(self._scheduler)
         return holdings.block_map()
 
-    def close(self) -> None:
+    def close(self, wait_s: float = 0.0) -> None:
         """Stop after the step in progress; what still runs ends as cancelled. Harmless when repeated.
 
-        Returns within ``CLOSE_TIMEOUT_S`` or so: if the step takes longer, requests end while it goes on.
+        If the step takes longer than ``CLOSE_TIMEOUT_S``, requests end while it goes on; then it is waited for
+        ``wait_s`` more. The model's memory is in use as long as it takes.
         """
         with self._inbox_condition:
             if self.closed_because is None:
@@ -218,7 +223,9 @@ class Engine:
             self._thread.join(CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
                 with self._inbox_condition:
-                    end_abandoned([*self._submitted, *list(self._live.values())], self.closed_because)
+                    abandoned = [*self._submitted, *list(self._live.values())]
+                end_abandoned(abandoned, self.closed_because)
+                self._thread.join(wait_s)
         self._watchdog.close()
         if self._model.ranks is not None:
             self._model.ranks.close()
@@ -234,8 +241,7 @@ class Engine:
         self.close()
 
     def _exit(self) -> None:
-        self.close()
-        self._thread.join(EXIT_TIMEOUT_S)
+        self.close(EXIT_TIMEOUT_S)
 
     def _cancel(self, request_id: int) -> None:
         with self._inbox_condition:

@@ -41,7 +41,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
 def _check_in_flight(scheduler: Scheduler, holders: Sequence[Request]) -> None:
     steps: Counter[Request] = Counter()
     samples: Counter[Request] = Counter()
-    for plan in scheduler.in_flight:
+    for plan in scheduler._in_flight:
         members = [chunk.request for chunk in plan.chunks]
         _require(len(set(members)) == len(members), f"Step {plan.step} holds a request twice.")
         _require(plan.num_tokens <= scheduler.max_num_batched_tokens, f"Step {plan.step} is over budget.")

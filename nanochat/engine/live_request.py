@@ -26,11 +26,13 @@ class LiveRequest:
         self.last_token_s: float | None = None
         self._detokenizer = detokenizer
         self._logprobs: list[TokenLogprobs] = []
+        self._num_accepted = 0
         self._new_text: list[str] = []
         self._new_ids: list[int] = []
 
     def accept(self, token_id: int, logprobs: TokenLogprobs | None, now_s: float) -> bool:
         """Take a token the scheduler has accepted; True if a stop text is now complete."""
+        self._num_accepted += 1
         self._new_ids.append(token_id)
         if logprobs is not None:
             self._logprobs.append(logprobs)
@@ -88,12 +90,14 @@ class LiveRequest:
         return Event(text, ids, finish_reason, logprobs, self.last_token_s)
 
     def _output(self, error: str | None) -> RequestOutput:
-        request = self.request
+        request, begin = self.request, self.request.num_prompt_tokens
         if request.finish_reason is None:
             raise RuntimeError(f"request {request.request_id} was ended without a finish reason")
         return RequestOutput(
             text=self._detokenizer.text,
-            token_ids=request.token_ids[request.num_prompt_tokens :],
+            token_ids=request.token_ids[
+                begin : begin + self._num_accepted
+            ],  # as many as callers have heard of
             finish_reason=request.finish_reason,
             error=error,
             logprobs=self._logprobs if request.params.logprobs is not None else None,
@@ -105,9 +109,10 @@ def end_abandoned(requests: Sequence[LiveRequest], because: str) -> None:
     """Give callers their end while the step thread computes; whatever it delivers later reaches nobody."""
     for live in requests:
         request = live.request
-        if request.status is not RequestStatus.FINISHED and request.finish_reason is None:
+        is_finished = request.status is RequestStatus.FINISHED
+        if not is_finished and request.finish_reason is None:
             request.finish_reason = "cancelled"
         try:
-            live.end(because)
+            live.end(None if is_finished and request.finish_reason != "error" else because)
         except Exception:  # the step thread was in the midst of its text
             logger.exception("request %d could not be ended in order", request.request_id)

@@ -98,11 +98,6 @@ class Scheduler:
         return (*self._running.values(), *self._draining.values())
 
     @property
-    def in_flight(self) -> Sequence[StepPlan]:
-        """Plans that haven't been collected, oldest first."""
-        return tuple(self._in_flight)
-
-    @property
     def waiting(self) -> Sequence[Request]:
         """Requests without blocks, oldest first."""
         return tuple(self._waiting.by_arrival)
@@ -110,11 +105,6 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
-
-    @property
-    def requests(self) -> Sequence[Request]:
-        """Every request that hasn't ended."""
-        return (*self._running.values(), *self._waiting.by_arrival)
 
     @property
     def has_work(self) -> bool:

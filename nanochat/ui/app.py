@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,6 +47,7 @@ from nanochat.ui.terminal import UnfitTerminal, check_terminal, reserved_screen
 from nanochat.ui.textual_private import (
     has_left_terminal,
     let_alt_digits_through,
+    let_pastes_be_pastes,
     let_text_have_no_room,
     retake_terminal,
     write_to_terminal,
@@ -94,6 +96,7 @@ class NanochatApp(App[None]):
         """
         super().__init__()
         let_alt_digits_through()
+        let_pastes_be_pastes()
         let_text_have_no_room()
         self.actions = actions
         self.look = look or AppSettings()
@@ -175,7 +178,7 @@ class NanochatApp(App[None]):
         before: Callable[[], object] | None = None
         if self._bridge is not None:
             backend, self._bridge = self._bridge.release(), None
-            self._config_before, before = self._config, backend.close
+            self._config_before, before = self._config, partial(backend.close, threading.TIMEOUT_MAX)
         elif self.load_error is None:  # one is being loaded
             return
         self.load_error = None

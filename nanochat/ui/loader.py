@@ -118,6 +118,7 @@ class Loader:
         _let_the_screen_go_first()
         try:
             if self._before is not None:
+                self._report(Progress("Ending the model before"))
                 self._before()
                 self._before = None  # it may hold the model that has just ended
                 gc.collect()

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any
 
+from textual import events
 from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual._styles_cache import StylesCache
+from textual._xterm_parser import XTermParser
 from textual.app import App
 from textual.content import Content
+from textual.message import Message
 from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import TextArea
 
+from nanochat.ui.paste_guard import PasteGuard, show
+
 _AltDigit = Enum("_AltDigit", {f"ALT_{digit}": f"alt+{digit}" for digit in range(10)})  # type: ignore[misc]
 _WRAP = Content._wrap_and_format
+_FEED = XTermParser.feed
 _KEYS: dict[str, Any] = ANSI_SEQUENCES_KEYS  # type: ignore[assignment]
 
 
@@ -26,6 +33,28 @@ def let_alt_digits_through() -> None:
     """
     for key in _AltDigit:
         _KEYS[f"\x1b{key.value[-1]}"] = (key,)
+
+
+def let_pastes_be_pastes() -> None:
+    """Have nothing of a pasted text arrive as keys: see `paste_guard`."""
+    XTermParser.feed = _feed_guarded  # type: ignore[method-assign,assignment]
+
+
+def _feed_guarded(parser: XTermParser, data: str) -> Iterable[Message]:
+    if not data:  # the end of all input
+        return _FEED(parser, data)
+    guard: PasteGuard | None = getattr(parser, "paste_guard", None)
+    if guard is None:
+        guard = PasteGuard()
+        parser.paste_guard = guard  # type: ignore[attr-defined]
+    return _feed_hidden(parser, guard.hide(data))
+
+
+def _feed_hidden(parser: XTermParser, data: str) -> Iterator[Message]:
+    for message in _FEED(parser, data) if data else ():
+        if isinstance(message, events.Paste):
+            message.text = show(message.text)
+        yield message
 
 
 def let_text_have_no_room() -> None:

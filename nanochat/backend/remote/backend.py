@@ -131,14 +131,14 @@ class RemoteBackend:
         """A server doesn't tell."""
         return None
 
-    def close(self) -> None:
+    def close(self, wait_s: float = 0.0) -> None:
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
         if was_closed:
             return
         self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._shut_down()))
         if self._thread is not threading.current_thread():
-            self._thread.join(CLOSE_TIMEOUT_S)
+            self._thread.join(CLOSE_TIMEOUT_S + wait_s)
 
     # Connecting
 
