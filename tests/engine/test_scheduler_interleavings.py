@@ -121,7 +121,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not plan.is_empty:
             self.in_flight.append(self.device.launch(plan))
         elif not self.in_flight:
-            assert not self.scheduler.num_running + self.scheduler.num_waiting, "nothing is in flight, yet nobody can run"
+            assert not self.scheduler.num_running + self.scheduler.num_waiting, (
+                "nothing is in flight, yet nobody can run"
+            )
 
     @precondition(lambda self: self.in_flight)
     @rule()
