@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from nanochat.commands import ask, bench, completion, config, demo, perplexity, serve, simulate
@@ -33,10 +34,34 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error(sanitize_line(message, MAX_SENTENCE))
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        self._given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """What is taken for a command often is the value of an option that there isn't, or a question."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            raise argparse.ArgumentError(None, self._no_command(action, value))
+        super()._check_value(action, value)
+
+    def _no_command(self, action: argparse._SubParsersAction[Any], value: str) -> str:
+        options = self._option_string_actions
+        for given in self._given[: self._given.index(value)]:
+            name = given.partition("=")[0]
+            if name.startswith("--") and not any(option.startswith(name) for option in options):
+                return f"unrecognized arguments: {name}{_suggestion(name, options)}"
+        hint = _suggestion(value, action.choices) or f'; to ask something: nanochat ask "{value} …"'
+        return f"there is no command {value!r}{hint}"
+
     def print_help(self, file: Any = None) -> None:
         super().print_help(file)
         if file is None and sys.stdout is not None:
             sys.stdout.flush()  # argparse ignores whatever goes wrong when it writes
+
+
+def _suggestion(wrong: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(wrong, known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 class _CommandParser(_Parser):

@@ -213,10 +213,28 @@ def test_a_wrong_value_is_repeated_in_part_only(capsys: pytest.CaptureFixture[st
 def test_commands_have_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bogus"])
-    assert "error: argument COMMAND: invalid choice: 'bogus'" in capsys.readouterr().err
+    assert "error: there is no command 'bogus'; to ask something: nanochat ask" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "\ncommands:\n    ask " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--modle", "some/model"], "unrecognized arguments: --modle; did you mean --model?"),
+        (["--modle=x", "ask", "hi"], "unrecognized arguments: --modle=x"),
+        (["--kv", "int8", "aks"], "there is no command 'aks'; did you mean ask?"),
+        (["Why", "is", "--this"], "there is no command 'Why'; to ask something: nanochat ask"),
+    ],
+)
+def test_what_was_misspelt_is_named(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main(arguments)
+    assert ending.value.code == 2
+    assert sentence in capsys.readouterr().err
 
 
 def test_a_prompt_over_the_limit_states_both_numbers(
