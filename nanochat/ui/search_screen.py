@@ -31,9 +31,9 @@ from nanochat.ui.line_input import LineInput
 LIMIT = 200
 """Hits looked for at most."""
 MAX_LINES = 50
-"""Hits shown at most."""
+"""Rows shown at most; a chat is shown with all of its rows, or not at all."""
 MAX_PER_CHAT = 3
-"""Hits of one chat that are shown; the others are counted."""
+"""Messages of one chat that are shown; the others are counted."""
 PAUSE_S = 0.08
 """A search begins when nothing has been written for this long."""
 
@@ -68,16 +68,23 @@ class Row:
 
 
 def rows(hits: Sequence[SearchHit]) -> list[Row]:
-    """Hits by chat, each chat where its first hit stands: the title, and its newest messages."""
+    """Hits by chat, each chat where its first hit stands: the title, and its newest messages.
+
+    A title that was found is a row of its own, which opens the chat as it was left: a title is mostly the
+    beginning of the first question, so that message would be found with nearly every one.
+    """
     by_chat: dict[int, list[SearchHit]] = {}
     for hit in hits:
         by_chat.setdefault(hit.chat_id, []).append(hit)
     listed: list[Row] = []
     for found in by_chat.values():
         messages = [hit for hit in found if hit.message_id is not None]
-        shown = messages[:MAX_PER_CHAT] or found[:1]
+        titles = [hit for hit in found if hit.message_id is None]
+        shown = titles + messages[:MAX_PER_CHAT]
+        if len(listed) + len(shown) > MAX_LINES:
+            break
         listed += [Row(hit, len(messages), index == 0) for index, hit in enumerate(shown)]
-    return listed[:MAX_LINES]
+    return listed
 
 
 @dataclass
@@ -104,6 +111,7 @@ class SearchScreen(Dialog[Found | None]):
         self._number = 0
         self._rows: list[Row] = []
         self._num_hits = 0
+        self._num_chats = 0
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog search"):
@@ -144,6 +152,7 @@ class SearchScreen(Dialog[Found | None]):
             state.update(Content.styled(sanitize_line(str(event.result), 400), "$error"))
             return
         self._rows, self._num_hits = rows(event.result), len(event.result)
+        self._num_chats = len({hit.chat_id for hit in event.result})
         hits.clear_options()
         hits.add_options([Option(_shown(row)) for row in self._rows])
         if self._rows:
@@ -160,9 +169,10 @@ class SearchScreen(Dialog[Found | None]):
         if not self._rows:
             return "Nothing found: a message must have words that begin with all of these."
         found = f"The first {LIMIT} hits" if self._num_hits >= LIMIT else fmt.plural(self._num_hits, "hit")
-        chats = len({row.hit.chat_id for row in self._rows})
-        found += f" in {chats} chats" if chats > 1 else ""
-        return f"{found}, newest first. {self._ways()} Enter opens the chat there."
+        found += f" in {self._num_chats} chats" if self._num_chats > 1 else ""
+        shown = len({row.hit.chat_id for row in self._rows})
+        only = f"; the first {shown} chats are shown" if shown < self._num_chats else ""
+        return f"{found}, newest first{only}. {self._ways()} Enter opens the chat there."
 
     def _ways(self) -> str:
         return " ".join(find(name, actions_of(self)).key_label for name in ("list_up", "list_down"))
@@ -188,7 +198,7 @@ def _recent(history: History) -> list[SearchHit]:
             snippet="",
             spans=(),
         )
-        for chat in history.list_chats(LIMIT)
+        for chat in history.list_chats(MAX_LINES)
     ]
 
 

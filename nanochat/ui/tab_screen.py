@@ -187,7 +187,8 @@ class TabScreen(ChatScreen):
         self._show_found(chat, event.found)
 
     def _show_found(self, chat: Chat, found: Found) -> None:
-        message = next((one for one in chat.messages() if one.store_id == found.message_id), None)
+        wanted = found.message_id
+        message = next((one for one in chat.messages() if one.store_id == wanted is not None), None)
         is_elsewhere = message is not None and message not in chat.path
         if message is not None and (not is_elsewhere or not chat.is_busy):
             if is_elsewhere:

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from textual.widgets import OptionList
 
-from nanochat.history import History
+from nanochat.history import History, SearchHit
 from nanochat.ui.message import AnswerMessage, UserMessage
-from nanochat.ui.search_screen import SearchScreen
+from nanochat.ui.search_screen import MAX_LINES, SearchScreen, rows
 from nanochat.ui.transcript import MAX_WINDOW, WINDOW, Transcript
 from tests.ui.driver import SHORT, Driver, started
 
@@ -109,9 +110,52 @@ class TestSearch:
             screen = driver.screen_text()
             assert (screen.count("Zebras"), screen.count("Horses"), screen.count("6 hits")) == (1, 1, 1)
             assert [number for number in range(6) if f"zebra number {number}" in screen] == [3, 4, 5]
-            await driver.press("down", "down", "enter")  # the second of the three
+            await driver.press("down", "down", "enter")  # after the title, the second of the three
             await driver.until(lambda: driver.chat.title == "Zebras")
             await driver.until(lambda: is_in_view(driver, "zebra number 4"))
+
+    async def test_a_chat_found_by_its_title_opens_as_it_was_left(self, tiny_llama: Path, file: Path) -> None:
+        import_chat(file, "zebra or horse", ["zebra or horse", *numbered(60)[1:]])
+        async with started(tiny_llama, history=file, hold=True) as driver:
+            await driver.press("f9", *"zebra")
+            await driver.until_seen("2 hits, newest first")
+            await driver.press("enter")
+            await driver.until(lambda: driver.chat.title == "zebra or horse")
+            await driver.until(lambda: is_in_view(driver, "message 59"))
+            await driver.press("f9", *"zebra")
+            await driver.until_seen("2 hits, newest first")
+            await driver.press("down", "enter")
+            await driver.until(lambda: shown_numbers(driver)[:1] == [1])
+
+    async def test_the_sentence_tells_how_many_chats_are_shown(self, tiny_llama: Path, file: Path) -> None:
+        for number in range(60):
+            import_chat(file, f"Chat {number}", ["a zebra", "two zebras"])
+        async with started(tiny_llama, history=file, hold=True) as driver:
+            await driver.press("f9", *"zebra")
+            await driver.until_seen("120 hits in 60 chats, newest first; the first 25 chats are shown.")
+            hits = driver.app.screen.query_one(OptionList)
+            assert hits.option_count == 50
+            await driver.press(*["backspace"] * 5)
+            await driver.until_seen("The chats used last")
+            assert hits.option_count == MAX_LINES
+
+    def test_no_chat_is_cut_in_two(self) -> None:
+        hits = [
+            SearchHit(
+                chat_id=chat_id,
+                chat_title=f"Chat {chat_id}",
+                message_id=chat_id * 3 + number,
+                role="user",
+                created_at=0.0,
+                snippet="zebra",
+                spans=(),
+            )
+            for chat_id in range(40)
+            for number in range(3)
+        ]
+        listed = rows(hits)
+        assert len(listed) == MAX_LINES - MAX_LINES % 3
+        assert sum(row.num_hits for row in listed if row.is_first) == len(listed)
 
     async def test_nothing_found_and_leaving(self, tiny_llama: Path, file: Path) -> None:
         async with started(tiny_llama, history=file, hold=True) as driver:
