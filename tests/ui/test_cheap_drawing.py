@@ -24,9 +24,10 @@ BLANK = (MainScreen, BlankHorizontal, BlankSwitcher, BlankVertical, BlankVertica
 
 async def drawn(driver: Driver) -> list[list[tuple[object, ...]]]:
     """What is seen in every line of the screen, drawn anew: each character and its colours."""
-    for widget in driver.app.screen.query("*"):
-        widget.refresh()
-    driver.app.screen.refresh()
+    for screen in driver.app.screen_stack:  # also what lies below a dialog
+        for widget in screen.query("*"):
+            widget.refresh()
+        screen.refresh()
     await driver.settle()
     strips = driver.app.screen._compositor.render_strips()
     return [[cell for segment in strip for cell in cells(segment)] for strip in strips]
@@ -38,22 +39,34 @@ def cells(segment: Segment) -> list[tuple[object, ...]]:
     return [(mark, None if mark == " " else (style.color, attributes), ground) for mark in segment.text]
 
 
+@pytest.mark.parametrize("is_grey", [False, True])
 @pytest.mark.parametrize("theme", ["dark", "light", "contrast"])
 async def test_the_screen_is_as_without_it(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, theme: Literal["dark", "light", "contrast"]
+    tiny_llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    theme: Literal["dark", "light", "contrast"],
+    is_grey: bool,
 ) -> None:
+    monkeypatch.setenv("NO_COLOR", "1") if is_grey else monkeypatch.delenv("NO_COLOR", raising=False)
     async with started(tiny_llama, look=AppSettings(theme=theme)) as driver:
         for question in ("First", "Second"):
             await driver.ask(question)
         await driver.say("/drop 1")  # what was left out is dimmed
         await driver.settle()
         quick = await drawn(driver)
+        await driver.press("f9")
+        await driver.until_seen("The chats used last")
+        quick += await drawn(driver)
+        await driver.press("escape")
         for cls in BLANK:
             monkeypatch.setattr(cls, "BLANK", False)
         monkeypatch.setattr(NanochatApp, "get_line_filters", App.get_line_filters)
         plain = await drawn(driver)
         assert "Second" in driver.screen_text()
-        assert len(quick) == driver.app.size.height
+        await driver.press("f9")
+        await driver.until_seen("The chats used last")
+        plain += await drawn(driver)
+        assert len(quick) == 2 * driver.app.size.height
         for one, other in zip(quick, plain, strict=True):
             assert one == other
 

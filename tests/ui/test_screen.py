@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.ui import hide_answers, show_answers
 from nanochat.engine.handle import RequestHandle
 from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput
 from nanochat.engine.request import FinishReason
@@ -17,6 +18,7 @@ from nanochat.ui.bridge import AnswerStarted
 from nanochat.ui.chat_screen import MIN_POLL_S
 from nanochat.ui.markdown_view import MarkdownView
 from nanochat.ui.message import AnswerMessage
+from nanochat.ui.stage import Stage
 from tests.ui.driver import ENDLESS, LONG, Driver, started
 
 HOSTILE = (
@@ -125,6 +127,22 @@ async def test_what_begins_or_is_stopped_is_looked_for_at_once_while_another_cha
         await driver.until(lambda: next_look_s(driver) > 10)
         await driver.press("alt+1", "escape")
         await resting.end(output("Rested"))
+
+
+async def test_the_benchmark_holds_back_what_comes(tiny_llama: Path) -> None:
+    async with started(tiny_llama) as driver:
+        stage = Stage(driver.app, driver.pilot)
+        answer = Scripted(driver)
+        await answer.start()
+        hide_answers(stage)
+        await driver.pilot.pause(0.3)
+        await answer.push("Held back")
+        await driver.pilot.pause(0.3)
+        assert driver.chat.live is not None
+        assert driver.chat.live.answer.text == ""
+        show_answers(stage)
+        await driver.until_seen("Held back")
+        await answer.end(output("Held back"))
 
 
 @pytest.mark.parametrize("step", [3, 50])
