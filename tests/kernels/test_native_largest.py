@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanochat.kernels.cpu_linear import LinearKernel
-from nanochat.kernels.native import library, linear
+from nanochat.kernels.native import library, linear, linear_ops
 from nanochat.kernels.native.program import Arena, Counter, Program
 from tests.kernels.test_native import FLOATS, ROWS, instruction_set, on_threads, weights
 from tests.kernels.test_ops import randn
@@ -59,6 +59,51 @@ def test_the_largest_is_found_where_its_upper_halves_are_far_from_it() -> None:
     x = torch.ones(3, 64)
     x[1, 1::2], x[2, 2::2] = 0.5, -1.0
     assert torch.equal(near(half, x).argmax(1), whole(x).argmax(1))
+
+
+def heavy_tailed(tail: float, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[800, 576]`` with few far weights, and ``[rows, 576]`` whose large numbers meet those of some output."""
+    weight = randn(800, 576, seed=1) * torch.exp(tail * randn(800, 576, seed=2))
+    x, generator = randn(rows, 576, seed=3), torch.Generator().manual_seed(4)
+    for row in range(rows):
+        output = int(torch.randint(800, (), generator=generator))
+        far = weight[output].abs().topk(30).indices[torch.randperm(30, generator=generator)[:3]]
+        signed = x[row, far].abs() * weight[output, far].sign()
+        x[row, far] = signed * (1, 40, 80)[row % 3]
+    return weight, x
+
+
+@pytest.mark.parametrize("tail", [0.5, 1.0, 1.5, 2.0])
+def test_the_largest_is_found_where_few_far_weights_meet_few_large_numbers(tail: float) -> None:
+    weight, x = heavy_tailed(tail, 240)
+    half, whole = linear.largest(weight, None), linear.int8(weight, None)
+    for part in x.split(12):
+        exact, y = whole(part, torch.float32), near(half, part)
+        assert torch.equal(y.argmax(1), exact.argmax(1))
+        assert torch.equal(y.amax(1), exact.amax(1))
+
+
+@pytest.mark.parametrize("tail", [0.5, 1.0, 1.5, 2.0])
+def test_rough_results_are_within_six_deviations_of_the_exact_ones(tail: float) -> None:
+    weight, x = heavy_tailed(tail, 48)
+    vectors = linear_ops.pack_halves(weight)[1]
+    deviation = vectors[:, 3].reshape(-1).clamp(min=0)  # where it is below 0, results are exact
+    half, whole = linear.largest(weight, None), linear.int8(weight, None)
+    for part in x.split(12):
+        off = (near(half, part) - whole(part, torch.float32)).abs()
+        assert bool((off <= 6 * deviation * part.norm(dim=1, keepdim=True) * 1.01).all())
+
+
+def test_outputs_of_which_the_upper_halves_tell_little_have_all_bits() -> None:
+    weight = weights(64, 64)
+    weight[5, 0] = 20 * weight[5].abs().max()  # one far weight, beside which only the others' signs are left
+    weight[40] = torch.linspace(112, 127, 64)  # all have the same upper half
+    half, whole = linear.largest(weight, None), linear.int8(weight, None)
+    x = randn(5, 64)
+    y, exact = near(half, x), whole(x, torch.float32)
+    for first in (0, 32):
+        assert torch.equal(y[:, first : first + 16], exact[:, first : first + 16])
+    assert not torch.equal(y, exact)
 
 
 def test_a_row_does_not_depend_on_those_beside_it_or_on_the_threads() -> None:

@@ -21,7 +21,7 @@ _ALIGNMENT = 64
 
 
 class Room:
-    """Tensors side by side, since most weights are smaller than a page. Any thread."""
+    """Tensors side by side, since most weights are smaller than a page; large ones apart. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,10 +32,13 @@ class Room:
     def empty(self, shape: tuple[int, ...]) -> torch.Tensor:
         """A uint8 tensor of any content."""
         size = math.prod(shape)
+        if size >= _AT_ONCE:
+            # Beside small ones it would stay for as long as the last of them.
+            return torch.frombuffer(_map(size), dtype=torch.uint8, count=size).view(shape)
         with self._lock:
             region = None if self._region is None else self._region()
             if region is None or self._used + size > len(region):
-                region = _map(max(size, _AT_ONCE))
+                region = _map(_AT_ONCE)
                 self._region, self._used = weakref.ref(region), 0
             start, self._used = self._used, self._used + -(-size // _ALIGNMENT) * _ALIGNMENT
         return torch.frombuffer(region, dtype=torch.uint8, count=size, offset=start).view(shape)

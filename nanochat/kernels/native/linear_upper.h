@@ -4,17 +4,30 @@
  *
  * A value + 128 is 16 * upper + lower. The upper halves of all panels come first, then the lower ones, both in the order
  * of 4-bit levels in `linear.h`, 256 bytes a group without scales. Of each panel four vectors lie elsewhere: the outputs'
- * scales; slope and offset of the line through (upper, value) with the least squares, times the scale; and the root mean
- * square of the values' distance from it, times the scale.
+ * scales; slope and offset of a line through (upper, value), times the scale; and the root mean square of the values'
+ * distances from it, with what floats round, times the scale.
  *
- * The distances are what is left of a number when half of its bits are cut off, so that their sum with a row's numbers is
- * within DEVIATIONS of its deviation but for a chance of e^-18. What may then exceed the row's best is computed from all
- * bits, the very numbers that LINEAR_INT8 has; the other results keep what the upper halves give. Where all are wanted, all
- * are those of LINEAR_INT8.
+ * The line is the one whose distances have no correlation with the values. By that of least squares all values far from 0
+ * would be too near to it, and a row whose large numbers meet them, as those of a likely output do, would have a rough
+ * result that is systematically wrong.
+ *
+ * What may exceed the row's best is computed from all bits, the very numbers that LINEAR_INT8 has; the other results keep
+ * what the upper halves give. Where all are wanted, all are those of LINEAR_INT8. "May" is: within DEVIATIONS times the root
+ * mean square times the row's length. This is no bound for whatever weights: that would be sqrt(inner) instead of
+ * DEVIATIONS, and nearly every output would have to be computed. It holds
+ *   - always, for a row that has only (DEVIATIONS / MOST_DISTANCE)^2 = 4 numbers other than 0;
+ *   - but for a chance of e^-18, if the distances' signs have nothing to do with the row, and their squares neither;
+ *   - not for lower halves that are chosen so that they all match one row.
+ * So panels are always computed from all bits, marked by ALWAYS_WHOLE, if one of their outputs has
+ *   - a distance of more than MOST_DISTANCE root mean squares;
+ *   - distances that are more than MOST_LEFT of its variance, as where all values have the same upper half;
+ *   - distances of which the sum with the values, each at most their mean size, as a row of length 1, is more than
+ *     MOST_MATCH root mean squares. One far weight can do that: the line then follows it and not the many small ones.
  */
 
 enum { HALF_BYTES = 256, VECTORS_A_PANEL = 4 };
-static const float DEVIATIONS = 6.0f;
+static const float DEVIATIONS = 6.0f, MOST_DISTANCE = 3.0f, MOST_LEFT = 0.25f, MOST_MATCH = 3.0f;
+static const float ALWAYS_WHOLE = -1.0f; /* in place of a root mean square: these results are below any bound */
 
 /* Four outputs' numbers k = 4 j and on, as the levels of `linear.h` have them. */
 INLINE void load_halves(const uint8_t *w, vu *quads) {
@@ -54,10 +67,6 @@ INLINE void panel_upper(const Op *op, int64_t panel, int64_t t, int count) {
     for (int r = 0; r < count; r++) finish_panel(op, t + r, panel, acc[r] * slope + offset * totals[r]);
 }
 
-static void run_linear_upper(const Op *op, int64_t first, int64_t last) {
-    for (int64_t panel = first; panel < last; panel++) FOR_ROWS(panel_upper, op, panel, 0)
-}
-
 /* Results from all bits, without bias, of `count` rows, a constant, from row t on. */
 INLINE void whole_panel(const Op *op, int64_t panel, int64_t t, int count, vf *acc) {
     const int64_t k = op->inner, groups = k / GROUP, panels = (op->n + PANEL - 1) / PANEL, row_bytes = quantized_row_bytes(k);
@@ -79,6 +88,16 @@ INLINE void panel_whole(const Op *op, int64_t panel, int64_t t, int count) {
     vf acc[ROWS_AT_ONCE];
     whole_panel(op, panel, t, count, acc);
     for (int r = 0; r < count; r++) finish_panel(op, t + r, panel, acc[r]);
+}
+
+/* Few of a row's results are exact after it: those of panels that are always whole. */
+static void run_linear_upper(const Op *op, int64_t first, int64_t last) {
+    for (int64_t panel = first; panel < last; panel++) {
+        if (panel_vectors(op, panel)[3 * PANEL] == ALWAYS_WHOLE)
+            FOR_ROWS(panel_whole, op, panel, 0)
+        else
+            FOR_ROWS(panel_upper, op, panel, 0)
+    }
 }
 
 /* For each row the exact result of what seems to be its largest, and what deviations are multiplied by. */

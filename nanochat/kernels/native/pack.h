@@ -78,20 +78,34 @@ static void run_pack_int8(const Op *op, int64_t first, int64_t last) {
         pack_int8(op, first, last, BFLOAT16);
 }
 
-/* The line through (upper half, value) of an output: see `linear_upper.h`. */
-INLINE void fit_line(const uint8_t *w, int64_t n, float scale, float *vectors, int i) {
-    double u = 0, v = 0, uu = 0, uv = 0, vv = 0;
+/* The line of an output's upper halves and what its values are away from it: see `linear_upper.h`. Returns whether rough
+ * results of it are good for anything. */
+INLINE int fit_line(const uint8_t *w, int64_t n, float scale, float *vectors, int i) {
+    double u = 0, v = 0, uu = 0, uv = 0, vv = 0, size = 0;
     for (int64_t k = 0; k < n; k++) {
         const double upper = w[k] >> 4, value = (double)w[k] - 128.0;
         u += upper, v += value, uu += upper * upper, uv += upper * value, vv += value * value;
+        size += fabs(value);
     }
-    u /= (double)n, v /= (double)n;
-    const double spread = uu / (double)n - u * u, shared = uv / (double)n - u * v;
-    const double slope = spread > 1e-9 ? shared / spread : 0.0, left = vv / (double)n - v * v - slope * shared;
+    u /= (double)n, v /= (double)n, size /= (double)n;
+    const double spread = uu / (double)n - u * u, shared = uv / (double)n - u * v, square = vv / (double)n - v * v;
+    const double slope = shared > 1e-9 ? square / shared : 0.0, offset = v - slope * u;
+    double left = square - 2.0 * slope * shared + slope * slope * spread;
+    const double deviation = sqrt(left > 0.0 ? left : 0.0);
+    double most = 0, match = 0, squares = 0;
+    for (int64_t k = 0; k < n; k++) {
+        const double value = (double)w[k] - 128.0, distance = value - offset - slope * (double)(w[k] >> 4);
+        const double cut = fmax(-size, fmin(size, value));
+        most = fmax(most, fabs(distance)), match += distance * cut, squares += cut * cut;
+    }
+    /* Float sums of that many terms round so much, here and where all bits are read. */
+    const double rounding = (double)(n / GROUP + 8) * 1024.0 * sqrt((double)n) / 16777216.0 / DEVIATIONS;
     vectors[i] = scale;
     vectors[PANEL + i] = (float)slope * scale;
-    vectors[2 * PANEL + i] = (float)(v - slope * u) * scale;
-    vectors[3 * PANEL + i] = (float)sqrt(left > 0.0 ? left : 0.0) * scale;
+    vectors[2 * PANEL + i] = (float)offset * scale;
+    vectors[3 * PANEL + i] = (float)(deviation + rounding) * scale;
+    return left <= MOST_LEFT * square + 1e-6 && most <= MOST_DISTANCE * deviation + 1e-3 &&
+           fabs(match) <= (MOST_MATCH * deviation + 1e-3) * sqrt(squares);
 }
 
 /* What PACK_INT8 made in x, and its scales, cut in halves. */
@@ -108,9 +122,13 @@ static void run_pack_halves(const Op *op, int64_t first, int64_t last) {
                 upper[g * HALF_BYTES + at] = (uint8_t)(near >> 4 | (far & 0xf0));
                 lower[g * HALF_BYTES + at] = (uint8_t)((near & 15) | far << 4);
             }
+        float *vectors = (float *)op->summed + panel * VECTORS_A_PANEL * PANEL;
+        int fits = 1;
         for (int i = 0; i < PANEL; i++) {
             for (int64_t at = 0; at < k; at++) values[at] = from[at / 4 * 64 + 4 * i + at % 4];
-            fit_line(values, k, ((const float *)op->w_scales)[panel * PANEL + i], (float *)op->summed + panel * 4 * PANEL, i);
+            const int is_real = panel * PANEL + i < op->n;
+            fits &= fit_line(values, k, ((const float *)op->w_scales)[panel * PANEL + i], vectors, i) || !is_real;
         }
+        for (int i = 0; i < PANEL && !fits; i++) vectors[3 * PANEL + i] = ALWAYS_WHOLE;
     }
 }
