@@ -81,6 +81,12 @@ def test_the_end_comes_after_the_last_text_and_ends_the_polling(
     assert not bridge.is_active
 
 
+def test_drawing_takes_a_twentieth_of_the_time_up_to_9_ms() -> None:
+    """What docs/architecture.md says."""
+    assert pytest.approx(1 / 20) == 1 / COST_FACTOR
+    assert pytest.approx(0.009) == MAX_DELTA_INTERVAL_S / COST_FACTOR
+
+
 def test_slow_drawing_delays_the_next_text_but_not_the_end(bridge: Bridge, posted: list[Message]) -> None:
     live = handle()
     bridge.track(1, live)

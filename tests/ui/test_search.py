@@ -10,7 +10,7 @@ from textual.widgets import OptionList
 
 from nanochat.history import History, SearchHit
 from nanochat.ui.message import AnswerMessage, UserMessage
-from nanochat.ui.search_screen import MAX_LINES, SearchScreen, rows
+from nanochat.ui.search_screen import MAX_LINES, Found, SearchScreen, rows
 from nanochat.ui.transcript import MAX_WINDOW, WINDOW, Transcript
 from tests.ui.driver import SHORT, Driver, started
 
@@ -126,6 +126,18 @@ class TestSearch:
             await driver.until_seen("2 hits, newest first")
             await driver.press("down", "enter")
             await driver.until(lambda: shown_numbers(driver)[:1] == [1])
+
+    async def test_a_found_title_leads_to_no_message_that_is_not_saved_yet(
+        self, tiny_llama: Path, file: Path
+    ) -> None:
+        import_chat(file, "Music", numbered(200), as_tab=True)
+        async with started(tiny_llama, history=file, hold=True) as driver:
+            await driver.until(lambda: is_in_view(driver, "message 199"))
+            driver.chat.path[3].store_id = None
+            assert driver.chat.store_id is not None
+            driver.app.main_screen.open_saved(Found(driver.chat.store_id, None))
+            await driver.settle()
+            assert is_in_view(driver, "message 199")
 
     async def test_the_sentence_tells_how_many_chats_are_shown(self, tiny_llama: Path, file: Path) -> None:
         for number in range(60):
