@@ -2,7 +2,8 @@
 
 Python raises ``KeyboardInterrupt`` wherever it happens to be; inside an import or a callback from native
 code it may be swallowed or come out as another error, and while Python ends it is printed. So a clock runs
-from the first interrupt on, and a second one ends the process at once.
+from the first interrupt on, and a second one ends the process at once. So does the first one within an import, where
+native code may make an abort of the exception.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def interruptible() -> Iterator[None]:
         return
     is_interrupted = False
 
-    def interrupt(_: int, __: FrameType | None) -> None:
+    def interrupt(_: int, frame: FrameType | None) -> None:
         nonlocal is_interrupted
-        if is_interrupted:
+        if is_interrupted or _is_importing(frame):
             os._exit(STATUS)
         is_interrupted = True
         threading.Thread(target=_end_at_last, daemon=True).start()
@@ -54,6 +55,14 @@ def interruptible() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
     if is_interrupted:
         raise KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _end_at_last() -> None:

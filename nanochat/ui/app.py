@@ -61,6 +61,8 @@ QUIT_WINDOW_S = 2.0
 """Two presses of Ctrl+C within this time quit."""
 LOAD_WAIT_S = 0.3
 """On leaving while the model loads, the loader is given this long to notice."""
+RELEASE_S = 3600.0
+"""Another model is loaded when the last step of the one before is over, or after so long."""
 CLOSE_WAIT_S = 1.0
 """On leaving, the backend is waited for this long."""
 
@@ -178,7 +180,7 @@ class NanochatApp(App[None]):
         before: Callable[[], object] | None = None
         if self._bridge is not None:
             backend, self._bridge = self._bridge.release(), None
-            self._config_before, before = self._config, partial(backend.close, threading.TIMEOUT_MAX)
+            self._config_before, before = self._config, partial(backend.close, RELEASE_S)
         elif self.load_error is None:  # one is being loaded
             return
         self.load_error = None
