@@ -9,9 +9,10 @@
 W1 one chat, 64 tokens in, 128 out: decode tok/s. W2 eight of them at once: all their tok/s. W3 six turns with
 100 new tokens each: time to the sixth's first token, ms. W4 a prompt of 2,000 tokens: prefill tok/s. W5 such a
 prompt arrives beside a running chat: its longest gap between tokens, ms, and the prompt's time to the first
-token, s. W6, which has to be asked for, eight chats of 2,000 tokens each: all their tok/s. Everyone gets the same token ids and decodes greedily; each workload runs once to warm up and then
-``--repeat`` times, of which the medians are kept. An engine has the process to itself, for its peak memory; of several, one after the other, the report begins with the
-first one's ratios to the others, above 1 where the first is better.
+token, s. W6, which has to be asked for, eight chats of 2,000 tokens each: all their tok/s. Everyone gets the
+same token ids and decodes greedily; each workload runs once to warm up and then ``--repeat`` times, of which the
+medians are kept. An engine has the process to itself, for its peak memory; of several, one after the other, the
+report begins with the first one's ratios to the others, above 1 where the first is better.
 """
 
 from __future__ import annotations

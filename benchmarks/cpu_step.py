@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
-from collections.abc import Callable
 
 import torch
 
+from benchmarks.cpu_attention import best_ms
 from nanochat.engine.config import EngineConfig, SamplingParams
 from nanochat.engine.loading import load_model
 from nanochat.engine.progress import ignore_progress
@@ -61,15 +61,6 @@ def make_plan(rows: int, context: int, block_size: int) -> StepPlan:
         request = Request(row, ids, SamplingParams(temperature=0), block_table=table)
         chunks.append(ScheduledChunk(request, context - 1, 1, samples=True))
     return StepPlan(step=0, decodes=tuple(chunks), prefills=(), preempted=())
-
-
-def best_ms(function: Callable[[], object], repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return min(times) * 1e3
 
 
 def operations_ms(library: Library, ops: list[Op], threads: int, repeats: int) -> dict[int, float]:

@@ -13,7 +13,7 @@ import pytest
 
 from nanochat.cli import MAX_SENTENCE, main
 from nanochat.sanitize import sanitize
-from tests.tiny_model import write_tiny_llama
+from tests.tiny_model import write_thinker
 
 
 @pytest.fixture(autouse=True)
@@ -103,13 +103,7 @@ class TestAsk:
     def test_reasoning_that_the_prompt_opens_has_both_its_tags(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        folder = write_tiny_llama(tmp_path / "thinker")
-        settings = json.loads((folder / "tokenizer_config.json").read_text())
-        settings["chat_template"] = (
-            settings["chat_template"].replace("<|im_start|>assistant\n{%", "<|im_start|>assistant\n<think>{%")
-            + "{# </think> #}{% if false %}</think>{% endif %}"
-        )
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        folder = write_thinker(tmp_path / "thinker")
         options = ("Hi", "--temperature", "0", "--max-tokens", "6")
         assert ask(folder, *options, "--json") == 0
         text = json.loads(capsys.readouterr().out)["text"]

@@ -103,6 +103,18 @@ def write_tiny_llama(folder: Path, seed: int = 0, **overrides: Any) -> Path:
     return folder
 
 
+def write_thinker(folder: Path) -> Path:
+    """A model whose chat template opens the reasoning itself; returns its folder."""
+    write_tiny_llama(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = (
+        settings["chat_template"].replace("<|im_start|>assistant\n{%", "<|im_start|>assistant\n<think>{%")
+        + "{# </think> #}{% if false %}</think>{% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
 def write_zoo_llama(folder: Path, name: str, **overrides: Any) -> Path:
     """The same with a tokenizer of the zoo; no token that it writes in a text ends an answer."""
     size = len(tokenizer_zoo.make_tokenizer(name))

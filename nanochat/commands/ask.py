@@ -88,8 +88,10 @@ def run(args: argparse.Namespace) -> int:
         if is_terminal and last and not last.endswith("\n"):
             print(flush=True)  # the error gets a line of its own
         raise NanochatError(output.error)
-    report = _report(output, opening, tells_tokens=backend.about.tells_tokens) if args.json else None
-    print("" if report is None else json.dumps(report))
+    if args.json:
+        print(json.dumps(_report(output, opening, tells_tokens=backend.about.tells_tokens)))
+    else:
+        print()
     return 0
 
 

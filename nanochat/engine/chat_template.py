@@ -5,7 +5,6 @@ Knows tokenizers and Jinja templates; nothing of requests, conversations or scre
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -211,25 +210,6 @@ def encode_messages(
     return template.encode(
         template.render(messages, add_generation_prompt=add_generation_prompt, **template_kwargs)
     )
-
-
-def encode_items(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> list[int]:
-    """Token ids of a prompt that isn't text: of messages by the chat template, of token ids themselves.
-
-    Raises:
-        InvalidOption: it is neither.
-    """
-    try:
-        if isinstance(prompt, (bytes, Mapping)):
-            raise TypeError("a sequence, but of nothing that a prompt is made of")
-        items = list(prompt)
-        if items and isinstance(items[0], Mapping):
-            return encode_messages(tokenizer, items)
-        return [operator.index(token) for token in items]
-    except TypeError as error:
-        raise InvalidOption(
-            "A prompt must be text, a list of token ids, or a list of messages with role and content."
-        ) from error
 
 
 def _own_source(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -1,9 +1,9 @@
 """Whole steps as CUDA graphs: one launch from a plan's few numbers to sampled tokens, decodes and prefills alike.
 
-A step is recorded (CUDA's word is captured) once for each of a set of shapes and replayed with the smallest that a plan fits, the rest
-of it padding: rows without context, and tokens of no row, which read and write no cache. The kernels read
-every length on the device, so that one recording serves every plan of its shape. A request's block table and
-last token stay on the device between steps. Knows nothing of schedules.
+A step is recorded (CUDA's word is captured) once for each of a set of shapes and replayed with the smallest that
+a plan fits, the rest of it padding: rows without context, and tokens of no row, which read and write no cache.
+The kernels read every length on the device, so that one recording serves every plan of its shape. A request's
+block table and last token stay on the device between steps. Knows nothing of schedules.
 """
 
 from __future__ import annotations

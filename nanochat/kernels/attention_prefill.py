@@ -2,8 +2,9 @@
 
 A program takes a tile of query rows of one request, the query heads that share a KV head side by side, and
 walks over the keys that tile may see, in the style of FlashAttention-2 (arXiv:2307.08691): first the tiles
-that every row sees whole, without masks, then those on the diagonal; with a window, those on its edge before. Which request a program serves is found
-on the device, so that nothing but the packed length is known to the host. Knows nothing of requests or models.
+that every row sees whole, without masks, then those on the diagonal; with a window, those on its edge before.
+Which request a program serves is found on the device, so that nothing but the packed length is known to the
+host. Knows nothing of requests or models.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Norms and rotation of q and k, and the store of k and v into the cache, as one launch for a few tokens.
 
-For an INT8 cache q and k are spread as well, by a Hadamard rotation. A program has one head of one token: at a few tokens a step waits for latency, not for memory. What was there
-before the layers began (positions, slots, angles, norm weights) is read before the wait for the kernel before
-this one; so whatever writes positions and slots must not itself start early. Knows nothing of models.
+For an INT8 cache q and k are spread as well, by a Hadamard rotation. A program has one head of one token: at a
+few tokens a step waits for latency, not for memory. What was there before the layers began (positions, slots,
+angles, norm weights) is read before the wait for the kernel before this one; so whatever writes positions and
+slots must not itself start early. Knows nothing of models.
 """
 
 from __future__ import annotations

@@ -199,9 +199,8 @@ def make_app(service: Service, *, api_key: str | None = None, any_host: bool = F
             Exception: _on_failure,
         },
     )
-    app.router.redirect_slashes = (
-        False  # a redirect has no body, and clients that don't follow it see nothing
-    )
+    # A redirect has no body, and clients that don't follow it see nothing.
+    app.router.redirect_slashes = False
     return app
 
 

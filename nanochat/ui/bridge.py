@@ -216,10 +216,11 @@ class Bridge:
         """
         if (live := self._live.get(chat_id)) is not None:
             now_s = time.monotonic() if now_s is None else now_s
-            seen_s = min(MAX_DELTA_INTERVAL_S, COST_FACTOR * (cost_s or 0.0))
-            # Chats out of view all at the same moments.
-            unseen_s = UNSEEN_INTERVAL_S - now_s % UNSEEN_INTERVAL_S
-            live.not_before_s = now_s + (unseen_s if cost_s is None else seen_s)
+            if cost_s is None:  # chats out of view all at the same moments
+                rest_s = UNSEEN_INTERVAL_S - now_s % UNSEEN_INTERVAL_S
+            else:
+                rest_s = min(MAX_DELTA_INTERVAL_S, COST_FACTOR * cost_s)
+            live.not_before_s = now_s + rest_s
 
     def stop_all(self) -> None:
         """End every request. What has come until now is kept; nobody is told any more."""

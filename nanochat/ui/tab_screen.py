@@ -188,7 +188,9 @@ class TabScreen(ChatScreen):
 
     def _show_found(self, chat: Chat, found: Found) -> None:
         wanted = found.message_id
-        message = next((one for one in chat.messages() if one.store_id == wanted is not None), None)
+        message = next(
+            (one for one in chat.messages() if wanted is not None and one.store_id == wanted), None
+        )
         is_elsewhere = message is not None and message not in chat.path
         if message is not None and (not is_elsewhere or not chat.is_busy):
             if is_elsewhere:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import AsyncGenerator
 from functools import partial
@@ -25,7 +24,7 @@ from nanochat.server.reasoning import ReasoningSplitter
 from nanochat.server.wire import to_json
 from nanochat.settings import Settings
 from tests.server.conftest import MakeServer, Running
-from tests.tiny_model import write_tiny_llama, write_zoo_llama
+from tests.tiny_model import write_thinker, write_zoo_llama
 from tests.tokenizer_zoo import NAMES, make_tokenizer
 
 HI = [{"role": "user", "content": "Hi there"}]
@@ -335,14 +334,7 @@ class TestReasoning:
     @pytest.fixture
     def thinking(self, make_server: MakeServer, tmp_path: Any) -> Running:
         """A model whose chat template opens the reasoning itself."""
-        folder = write_tiny_llama(tmp_path / "thinker")
-        settings = json.loads((folder / "tokenizer_config.json").read_text())
-        settings["chat_template"] = (
-            settings["chat_template"].replace("<|im_start|>assistant\n{%", "<|im_start|>assistant\n<think>{%")
-            + "{# </think> #}{% if false %}</think>{% endif %}"
-        )
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-        return make_server(folder)
+        return make_server(write_thinker(tmp_path / "thinker"))
 
     def test_it_is_kept_apart(self, thinking: Running) -> None:
         """The random model never closes its reasoning, so all of it is that."""

@@ -157,7 +157,8 @@ def linear_wide(
     """The same maps of many rows ``x [T, K]``, which are not quantised: ``[T, num_outputs]``.
 
     ``packed`` is a weight in 4 or, with ``scales``, 8 bits as above, or a plain one ``[N, K]``; or
-    `pack_halves` made it, and ``scales`` are its vectors. Products of BF16 where the processor has such instructions, else of float32; sums are float32.
+    `pack_halves` made it, and ``scales`` are its vectors. Products of BF16 where the processor has such
+    instructions, else of float32; sums are float32.
 
     Raises:
         NotNative: the processor would round float32 to BF16.

@@ -53,12 +53,7 @@ INLINE void panel_upper(const Op *op, int64_t panel, int64_t t, int count) {
         for (int r = 0; r < count; r++) {
             const int8_t *row = x + r * row_bytes;
             const float *scales = (const float *)(row + k);
-            vi even = {0}, odd = {0};
-            for (int j = 0; j < 8; j += 2) {
-                even = dot(even, quads[j], row + g * GROUP + 4 * j);
-                odd = dot(odd, quads[j + 1], row + g * GROUP + 4 * j + 4);
-            }
-            acc[r] += __builtin_convertvector(even + odd, vf) * scales[g];
+            acc[r] += __builtin_convertvector(dot_levels(quads, row + g * GROUP), vf) * scales[g];
             totals[r] += scales[groups + g];
         }
     }
