@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -28,13 +28,12 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def running_app(model: Path, folder: Path) -> Iterator[Terminal]:
+def running_app(model: Path, folder: Path, program: Sequence[str] = ("-m", "nanochat")) -> Iterator[Terminal]:
     """The app in a terminal with an answer under way, whose beginning is saved, as is what is being written."""
     (folder / "config.toml").write_text(ENDLESS)
     command = [
         sys.executable,
-        "-m",
-        "nanochat",
+        *program,
         "--model",
         str(model),
         "--config",
@@ -99,11 +98,53 @@ def test_a_closed_terminal_ends_the_app_and_loses_nothing(long_llama: Path, tmp_
     check_saved(tmp_path)
 
 
+def is_stopped(terminal: Terminal) -> bool:
+    return "T" in Path(f"/proc/{terminal.process.pid}/stat").read_text().rpartition(")")[2][:3]
+
+
+STOPPED_WHILE_WRITING = """
+import os, queue, signal, sys
+from pathlib import Path
+from nanochat.cli import main
+
+put, begin = queue.Queue._put, Path(sys.argv.pop(1))
+
+def stop_within_lock(self, item):
+    put(self, item)
+    if isinstance(item, str) and begin.exists():  # what goes to the terminal
+        begin.unlink()
+        os.kill(os.getpid(), getattr(signal, begin.name))
+
+queue.Queue._put = stop_within_lock
+sys.exit(main())
+"""
+"""The signal comes where its handler may not use the terminal, because the code that it interrupts does."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTSTP, signal.SIGSTOP])
+def test_a_stop_comes_upon_the_writing_to_the_terminal(
+    long_llama: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    begin = tmp_path / number.name
+    with running_app(long_llama, tmp_path, ("-c", STOPPED_WHILE_WRITING, str(begin))) as terminal:
+        for _ in range(3):
+            begin.touch()
+            until(lambda: is_stopped(terminal))
+            before = len(terminal.written)
+            terminal.process.send_signal(signal.SIGCONT)
+            until(lambda start=before: b"kv float32" in terminal.written[start:])  # type: ignore[misc]
+        terminal.send("\x11")  # ^Q
+        assert terminal.wait(QUICK_S) == 0
+    check_given_back(terminal.written)
+    check_saved(tmp_path)
+
+
 @pytest.mark.slow
 def test_the_app_is_stopped_and_goes_on(long_llama: Path, tmp_path: Path) -> None:
     with running_app(long_llama, tmp_path) as terminal:
         terminal.process.send_signal(signal.SIGTSTP)
-        until(lambda: "T" in Path(f"/proc/{terminal.process.pid}/stat").read_text().rpartition(")")[2][:3])
+        until(lambda: is_stopped(terminal))
         assert terminal.is_as_before
         check_given_back(terminal.written)
         before = len(terminal.written)
@@ -129,9 +170,7 @@ def test_a_stop_that_nobody_can_notice_does_no_harm(long_llama: Path, tmp_path: 
         names = sorted((task / "comm").read_text() for task in threads.iterdir())
         for _ in range(3):
             terminal.process.send_signal(signal.SIGSTOP)
-            until(
-                lambda: "T" in Path(f"/proc/{terminal.process.pid}/stat").read_text().rpartition(")")[2][:3]
-            )
+            until(lambda: is_stopped(terminal))
             before = len(terminal.written)
             terminal.process.send_signal(signal.SIGCONT)
             until(lambda start=before: b"\x1b[?1049h" in terminal.written[start:])  # type: ignore[misc]

@@ -2,9 +2,11 @@
 
 The app leaves as if the user had quit, so that chats are saved and the terminal is given back. Where it
 can't, because its terminal is gone or takes nothing any more, the process ends all the same. Stopping and
-going on (SIGTSTP, SIGCONT) is Textual's part; it clears the screen but draws only what changes afterwards,
-so the whole screen is drawn again here. A stop that nobody can notice (SIGSTOP) is the app's own part: Textual
-would begin a second time, with threads beside those that it has, and hang when it ends.
+going on (SIGTSTP, SIGCONT) is Textual's part, but it acts within the signal's handler, which may have come upon
+code that holds the lock of the queue to the terminal: it would wait for itself. So its handlers are called on
+the event loop. It clears the screen but draws only what changes afterwards, so the whole screen is drawn again
+here. A stop that nobody can notice (SIGSTOP) is the app's own part: Textual would begin a second time, with
+threads beside those that it has, and hang when it ends.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from types import FrameType
 
 GRACE_S = 4.0
@@ -56,9 +57,16 @@ class EndingSignals:
         as ``has_left_terminal`` says: Textual has taken it again then.
         """
         self._loop, self._leave = asyncio.get_running_loop(), leave
-        if self._is_awaiting and hasattr(signal, "SIGCONT"):
-            schedule = self._loop.call_soon_threadsafe
-            _on_going_on(has_left_terminal, lambda has_left: schedule(partial(go_on, has_left)))
+        if self._is_awaiting and hasattr(signal, "SIGTSTP"):
+            _on_loop(self._loop, signal.SIGTSTP, lambda stop: None if has_left_terminal() else stop())
+
+            def take_up(retake: Callable[[], object]) -> None:
+                has_left = has_left_terminal()
+                if has_left:
+                    retake()
+                go_on(has_left)
+
+            _on_loop(self._loop, signal.SIGCONT, take_up)
         if self.number is not None:
             self._loop.call_soon(leave)
 
@@ -67,7 +75,8 @@ class EndingSignals:
         """Inside, signals that would end the process end the app. Those that are ignored stay so (nohup)."""
         attributes = _terminal_attributes()
         before = {number: signal.getsignal(number) for number in ENDING}
-        going_on = signal.getsignal(signal.SIGCONT) if hasattr(signal, "SIGCONT") else None
+        stopping = [getattr(signal, name) for name in ("SIGTSTP", "SIGCONT") if hasattr(signal, name)]
+        before_stopping = {number: signal.getsignal(number) for number in stopping}
         self._is_awaiting = True
 
         def handle(number: int, _: FrameType | None) -> None:
@@ -86,8 +95,8 @@ class EndingSignals:
             yield
         finally:
             self._is_awaiting = False
-            if going_on is not None:
-                signal.signal(signal.SIGCONT, going_on)
+            for number, handler in before_stopping.items():
+                signal.signal(number, handler)
             for number, handler in before.items():
                 # The process is about to end; another signal must not disturb it.
                 signal.signal(number, handler if self.number is None else signal.SIG_IGN)
@@ -104,18 +113,21 @@ class EndingSignals:
         os._exit(self.status or 1)
 
 
-def _on_going_on(has_left_terminal: Callable[[], bool], then: Callable[[bool], object]) -> None:
-    """Have the handler of now called only if the terminal was left, and ``then`` after it with whether it was."""
-    first = signal.getsignal(signal.SIGCONT)
+def _on_loop(
+    loop: asyncio.AbstractEventLoop, number: signal.Signals, handle: Callable[[Callable[[], object]], object]
+) -> None:
+    """When the signal comes, have ``handle`` called on the loop, with what has handled it until now."""
+    first = signal.getsignal(number)
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        has_left = has_left_terminal()
-        if has_left and callable(first):
-            first(number, frame)
+    def call_first() -> None:
+        if callable(first):
+            first(number, None)
+
+    def schedule(_: int, __: FrameType | None) -> None:
         with suppress(RuntimeError):  # the loop has just been closed
-            then(has_left)
+            loop.call_soon_threadsafe(handle, call_first)
 
-    signal.signal(signal.SIGCONT, handle)
+    signal.signal(number, schedule)
 
 
 def _terminal_attributes() -> list[object] | None:
