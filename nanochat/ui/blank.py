@@ -9,11 +9,12 @@ from __future__ import annotations
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.geometry import Region
 from textual.strip import Strip
-from textual.widget import Widget
 from textual.widgets import ContentSwitcher
 
+from nanochat.ui.textual_private import LaidOutOnce
 
-class Blank(Widget):
+
+class Blank(LaidOutOnce):
     """Shows nothing but its ground. Name it after the container: Textual's styles follow the first base."""
 
     BLANK = True

@@ -7,6 +7,7 @@ What the user can do lies in :mod:`nanochat.ui.main_screen`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from dataclasses import dataclass
 
@@ -29,6 +30,10 @@ MIN_STATS_S = 0.15
 """New text in view takes statistics as old as this along: one drawing of the screen costs less than two."""
 MAX_STATS_S = 0.22
 """Without new text, statistics are shown when they are as old as this."""
+TIDY_S = 1.0
+"""Nothing has been answered for so long: time to look for garbage."""
+TIDY_ROUNDS = 10
+"""And so many quick rounds of the collector have come since it last looked everywhere."""
 DROP_ACTION = "drop_oldest"
 NO_TEMPLATE = (
     "This model has no chat template: it was not made to chat, and goes on with your text rather than answer it. "
@@ -259,9 +264,16 @@ class ChatScreen(PaneScreen):
         is_over = not self.bridge.is_active and not self.workspace.busy
         if is_over or time.monotonic() - self._shown_s >= MAX_STATS_S:
             self.show_stats()
-        if not is_over:
+        if is_over:
+            self.set_timer(TIDY_S, self._tidy)
+        else:
             # No sooner than anything may be drawn: waking up costs the engine time, too.
             self.poll_soon(min(MAX_STATS_S, max(MIN_POLL_S, self.bridge.rest_s())))
+
+    def _tidy(self) -> None:
+        """Look for garbage now, as it stops everything for a moment, and is not done while chats answer."""
+        if not self.workspace.busy and gc.get_count()[2] >= TIDY_ROUNDS:
+            gc.collect()
 
     def _show_idle(self) -> None:
         if self.bridge is not None and not self.bridge.is_active:

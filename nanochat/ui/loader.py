@@ -16,6 +16,7 @@ from textual.message import Message
 
 from nanochat.engine.progress import Progress
 from nanochat.errors import NanochatError
+from nanochat.ui.markdown_layout import highlighted
 
 if TYPE_CHECKING:
     from nanochat.backend.interface import Backend
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENGINE_NICENESS = 3
+YOUNG_ROUNDS = 1_000
+"""So many of the garbage collector's quick rounds come before it looks through everything by itself: after some seven
+million objects more than before, or half an hour with 8 answers. The app has it do so when nothing is answering."""
 REPORT_INTERVAL_S = 0.05
 """Progress within a stage is passed on at most this often."""
 
@@ -71,10 +75,13 @@ def _spare_the_collector() -> None:
     """Take what has been loaded out of the garbage collector's rounds.
 
     PyTorch and the tokenizers make about a million objects that stay to the end; looking through them
-    stops every thread for more than 0.1 s, several times a second while answers are drawn.
+    stops every thread for more than 0.1 s, several times a second while answers are drawn. Looking through
+    what the answers themselves have made takes as long in the end, and is put off.
     """
     gc.collect()
     gc.freeze()
+    first, second, _ = gc.get_threshold()
+    gc.set_threshold(first, second, YOUNG_ROUNDS)
 
 
 class Loader:
@@ -139,6 +146,7 @@ class Loader:
             if self._is_abandoned.is_set():
                 backend.close()
             else:
+                highlighted("pass", "python")  # the first time takes 20 ms, which an answer would stand still
                 _spare_the_collector()
                 self._post(BackendReady(backend))
 

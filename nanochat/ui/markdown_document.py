@@ -115,6 +115,7 @@ class MarkdownDocument:
 
     def _take_piece(self, end: int) -> Sequence[SyntaxTreeNode]:
         """Take in a piece of the source, and lay out for good what it completes; returns the open blocks."""
+        self._layout.forget_unused()
         piece = self.source[self._taken : min(self._taken + PIECE, end)]
         self._taken += len(piece)
         piece = self._broken(piece)

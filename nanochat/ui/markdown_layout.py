@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -21,6 +20,7 @@ from textual.content import Content, Span
 from textual.highlight import HighlightTheme, highlight
 
 from nanochat.sanitize import sanitize, sanitize_line
+from nanochat.ui.recent import Recent
 
 BULLETS = "•◦▪"
 MIN_WIDTH = 8
@@ -32,7 +32,6 @@ HIGHLIGHT_COLUMNS = 1_000
 """Code with a longer line isn't highlighted: lexers may take long over it."""
 INLINE_CHARACTERS = 20_000
 """A paragraph longer than this is shown as it is written: thousands of brackets take seconds to parse."""
-CACHE_ENTRIES = 4_096
 COLUMN_GAP = "  "
 
 _MAX_NESTING = 20
@@ -40,9 +39,6 @@ _EMPHASIS = {"em": ".em", "strong": ".strong", "s": ".strike"}
 _LINK_SCHEMES = ("https://", "http://", "mailto:")
 """Whatever else is written as a link looks like plain text, with its target."""
 _LANGUAGE = re.compile(r"[\w+#.-]{1,24}")
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 
 
 class CodeColours(HighlightTheme):
@@ -101,9 +97,9 @@ class MarkdownLayout:
     def __init__(self) -> None:
         self._blocks = block_parser()
         self._inlines = inline_parser()
-        self._parsed: dict[str, Content] = {}
-        self._wrapped: dict[tuple[str, str, int], list[Content]] = {}
-        self._code_lines: dict[tuple[str, str, int], list[Line]] = {}
+        self._parsed: Recent[str, Content] = Recent()
+        self._wrapped: Recent[tuple[str, str, int], list[Content]] = Recent()
+        self._code_lines: Recent[tuple[str, str, int], list[Line]] = Recent()
 
     def parse(self, source: str) -> list[SyntaxTreeNode]:
         """Top-level blocks; ``map`` gives each one's first line and the line after its last."""
@@ -111,6 +107,12 @@ class MarkdownLayout:
         if any(token.level >= _MAX_NESTING - 1 for token in tokens):
             tokens = _as_plain_paragraph(source)  # the parser drops what is nested deeper
         return SyntaxTreeNode(tokens).children
+
+    def forget_unused(self) -> None:
+        """Keep only what was asked for since the last call: a text that grows leaves all its shorter forms behind."""
+        self._parsed.forget_unused()
+        self._wrapped.forget_unused()
+        self._code_lines.forget_unused()
 
     def clear(self) -> None:
         """Forget what was kept; a finished message needs it no more."""
@@ -160,7 +162,7 @@ class MarkdownLayout:
         content = self._inline(source)
         if style:
             content = content.stylize_before(style)
-        return _remember(self._wrapped, key, content.wrap(width) or [Content("")])
+        return self._wrapped.keep(key, content.wrap(width) or [Content("")])
 
     def _inline(self, source: str) -> Content:
         if (kept := self._parsed.get(source)) is not None:
@@ -168,7 +170,7 @@ class MarkdownLayout:
         if len(source) > INLINE_CHARACTERS:
             return Content(source.expandtabs(TAB))
         tokens = self._inlines.parseInline(source)
-        return _remember(self._parsed, source, _inline_content(tokens[0].children or []))
+        return self._parsed.keep(source, _inline_content(tokens[0].children or []))
 
     def _list(self, node: SyntaxTreeNode, width: int) -> list[Line]:
         lines: list[Line] = []
@@ -224,7 +226,7 @@ class MarkdownLayout:
         for content in highlighted(code, language):
             rows = content.fold(width - 2) if cell_len(content.plain) > width - 2 else [content]
             lines += [Line(Content(" ") + row, ".fence") for row in rows]
-        return _remember(self._code_lines, key, lines)
+        return self._code_lines.keep(key, lines)
 
     def _table(self, node: SyntaxTreeNode, width: int) -> list[Line]:
         rows = [row for part in node.children for row in part.children]
@@ -387,10 +389,3 @@ def _as_plain_paragraph(source: str) -> list[Token]:
     start = Token("paragraph_open", "p", 1, map=span)
     inline = Token("inline", "", 0, map=span, level=1, content=source, children=[])
     return [start, inline, Token("paragraph_close", "p", -1)]
-
-
-def _remember(cache: dict[Key, Value], key: Key, value: Value) -> Value:
-    if len(cache) >= CACHE_ENTRIES:
-        cache.clear()
-    cache[key] = value
-    return value

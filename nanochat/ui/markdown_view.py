@@ -13,17 +13,17 @@ from textual.message import Message
 from textual.selection import Selection
 from textual.strip import Strip
 from textual.style import Style
-from textual.widget import Widget
 
 from nanochat.ui.markdown_document import MarkdownDocument, no_limit
 from nanochat.ui.markdown_layout import Line
+from nanochat.ui.textual_private import Growing
 
 CURSOR = "▍"
 MAX_STRIPS = 1_000
 """Drawn lines kept; more than any screen shows."""
 
 
-class MarkdownView(Widget):
+class MarkdownView(Growing):
     """Shows a :class:`MarkdownDocument`. Text given to it must already be sanitised."""
 
     STYLES: ClassVar[frozenset[str]] = frozenset(
@@ -107,10 +107,12 @@ class MarkdownView(Widget):
         if self._is_live:
             first = min(first, max(0, before - 1))  # the cursor stood there
         self._forget_strips(first)
-        if len(self._document.lines) != before:
-            self.refresh(layout=True)
+        after = len(self._document.lines)
+        changed = Region(0, first, self.size.width, max(before, after) - first)
+        if after != before:
+            self.refresh(changed, layout=True)
         elif first < before:
-            self.refresh(Region(0, first, self.size.width, before - first))
+            self.refresh(changed)
 
     def _lay_out(self, width: int) -> int:
         first = self._document.layout(width, self._has_time)

@@ -21,6 +21,7 @@ from nanochat.ui.chat_pane import ChatPane, pane_id
 from nanochat.ui.chrome import Header, KeyBar, LoadState, TooSmall, Welcome
 from nanochat.ui.stats_panel import History, StatsLine, StatsPanel
 from nanochat.ui.tab_bar import TabBar
+from nanochat.ui.textual_private import draw_only_changes
 from nanochat.ui.workspace import Workspace
 
 PANEL_COLUMNS = 96
@@ -38,6 +39,7 @@ class PaneScreen(Screen[None], Blank):
 
     def __init__(self, system: str | None, archive: Archive) -> None:
         super().__init__()
+        draw_only_changes(self)
         self.archive = archive
         self.workspace = Workspace(Chat(system=system))
         self.bridge: Bridge | None = None

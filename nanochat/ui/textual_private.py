@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 from textual import events
 from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
+from textual._compositor import ChopsUpdate, Compositor
 from textual._styles_cache import StylesCache
 from textual._xterm_parser import XTermParser
 from textual.app import App
 from textual.content import Content
+from textual.geometry import Region, Size
 from textual.message import Message
 from textual.screen import Screen
+from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import TextArea
 
@@ -89,6 +93,100 @@ def retake_terminal(app: App[Any]) -> None:
     if driver is not None and driver.can_suspend and driver._auto_restart:
         driver.suspend_application_mode()
         driver.resume_application_mode()
+
+
+class LaidOutOnce(Widget):
+    """A container whose screen isn't laid out a second time because of the size it was given by the first.
+
+    Where scroll bars come or go, Textual asks for that by itself.
+    """
+
+    def _size_updated(
+        self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True
+    ) -> bool:
+        return super()._size_updated(size, virtual_size, container_size, layout=False)
+
+
+class Growing(Widget):
+    """Lines that stay as they are drawn when others follow them. For widgets without a border or children."""
+
+    def _size_updated(
+        self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True
+    ) -> bool:
+        before = self._size, self.virtual_size, self._container_size
+        if size.width != self._size.width:
+            return super()._size_updated(size, virtual_size, container_size, layout=False)
+        self._layout_cache.clear()
+        self._size, self._container_size = size, container_size
+        self.set_reactive(Widget.virtual_size, virtual_size)
+        return before != (size, virtual_size, container_size)
+
+
+class _LeanCompositor(Compositor):
+    """Draws what has changed, and nothing that lies behind it or beside it.
+
+    Textual has every widget drawn that reaches into the smallest rectangle around all changes: with a line of the
+    chat and a figure of the panel these are all there are, each whole.
+    """
+
+    def render_partial_update(self) -> ChopsUpdate | None:
+        screen = self.size.region
+        regions = {region.intersection(screen) for region in self._dirty_regions}
+        self._dirty_regions.clear()
+        spans = list(self._regions_to_spans(region for region in regions if region))
+        if not spans:
+            return None
+        cuts = self.cuts
+        chops: list[dict[int, Strip | None]] = [{} for _ in cuts]
+        left: dict[int, set[int]] = {}
+        """By row: where the parts begin that nothing has been drawn in yet, and are to be."""
+        for y, first, last in spans:
+            row = cuts[y]
+            chops[y] = dict.fromkeys(row[:-1])
+            left.setdefault(y, set()).update(
+                start for start, end in pairwise(row) if start < last and end > first
+            )
+        for widget, (region, clip) in self.visible_widgets.items():  # front to back
+            if not left:
+                break
+            seen = region.intersection(clip)
+            self._draw(widget, region, seen, chops, left)
+        return ChopsUpdate(chops, spans, [row[1:] for row in cuts])
+
+    def _draw(
+        self,
+        widget: Widget,
+        region: Region,
+        seen: Region,
+        chops: list[dict[int, Strip | None]],
+        left: dict[int, set[int]],
+    ) -> None:
+        """Draw a widget in those of the parts left that it covers; ``seen``: its part that can be seen."""
+        x, end = seen.column_span
+        rows = {
+            y: starts
+            for y in seen.line_range
+            if y in left and (starts := sorted(start for start in left[y] if x <= start < end))
+        }
+        if not rows:
+            return
+        top = min(rows)
+        height = max(rows) + 1 - top
+        strips = widget.render_lines(Region(x - region.x, top - region.y, seen.width, height))
+        for y, starts in rows.items():
+            strip, chop = strips[y - top], chops[y]
+            ends = [cut - x for cut in self.cuts[y] if x < cut <= end]
+            parts = dict(zip((x, *(x + cut for cut in ends)), strip.divide(ends), strict=False))
+            for start in starts:
+                chop[start] = parts[start]
+            left[y].difference_update(starts)
+            if not left[y]:
+                del left[y]
+
+
+def draw_only_changes(screen: Screen[Any]) -> None:
+    """Make drawing a screen of which little has changed cheap. To be called before anything is on it."""
+    screen._compositor = _LeanCompositor()
 
 
 def follows_end(widget: Widget) -> bool:

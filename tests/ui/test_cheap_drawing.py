@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
+import random
 from pathlib import Path
 from typing import Literal
 
 import pytest
+import textual
 from rich.segment import Segment
 from rich.style import Style
-from textual._compositor import ChopsUpdate, LayoutUpdate
+from textual._compositor import ChopsUpdate, Compositor, LayoutUpdate
 from textual.app import App
+from textual.geometry import Region
 from textual.screen import Screen
+from textual.widget import Widget
 from textual.widgets._toast import Toast
 
 from nanochat.settings import AppSettings
 from nanochat.ui.app import NanochatApp
 from nanochat.ui.blank import BlankHorizontal, BlankSwitcher, BlankVertical, BlankVerticalScroll
+from nanochat.ui.chat_screen import TIDY_ROUNDS, TIDY_S
+from nanochat.ui.loader import YOUNG_ROUNDS
 from nanochat.ui.main_screen import MainScreen
+from nanochat.ui.markdown_view import MarkdownView
+from nanochat.ui.recent import Recent
 from tests.ui.driver import ENDLESS, LONG, SIZE, Driver, started
+from tests.ui.test_screen import Scripted, output
 
 BLANK = (MainScreen, BlankHorizontal, BlankSwitcher, BlankVertical, BlankVerticalScroll)
 
@@ -116,3 +127,110 @@ async def test_notices_leave_nothing_behind_while_answers_come(
         await driver.until_idle()
         await driver.until(lambda: terminal.text == driver.screen_text())
         assert "notice" not in terminal.text
+
+
+def test_textual_still_has_what_the_lean_compositor_uses() -> None:
+    assert textual.__version__.startswith("8."), "check nanochat/ui/textual_private.py against this version"
+    for name in ("cuts", "visible_widgets", "_regions_to_spans", "render_partial_update"):
+        assert hasattr(Compositor, name)
+    assert Compositor()._dirty_regions == set()
+    parameters = ["self", "size", "virtual_size", "container_size", "layout"]
+    assert list(inspect.signature(Widget._size_updated).parameters) == parameters
+    assert {"_layout_cache", "_size", "_container_size"} <= vars(Widget()).keys()
+
+
+def changed(update: ChopsUpdate | None) -> dict[tuple[int, int], tuple[object, ...]]:
+    """What an update writes where it has to: a character and its colours by row and column."""
+    found = {}
+    for y, first, last in update.spans if update is not None else ():
+        for x, strip in update.chops[y].items():
+            for column, cell in enumerate((c for s in strip or () for c in cells(s)), x):
+                if first <= column < last:
+                    found[y, column] = cell
+    return found
+
+
+async def test_what_is_drawn_of_a_change_is_what_textual_draws(tiny_llama: Path) -> None:
+    randoms = random.Random(1)
+    async with started(tiny_llama) as driver:
+        for question in ("First", "Second", "Third"):
+            await driver.ask(question)
+        driver.app.notify("A notice that lies above the panel")
+        await driver.until_seen("A notice that")
+        screen = driver.app.screen
+        compositor = screen._compositor
+        assert type(compositor) is not Compositor
+        width, height = driver.app.size
+        for _ in range(100):
+            regions = set()
+            for _ in range(randoms.randint(1, 4)):
+                x, y = randoms.randrange(-5, width), randoms.randrange(-5, height)
+                regions.add(Region(x, y, randoms.randint(1, width - x), randoms.choice((1, 1, height - y))))
+            for widget in randoms.sample(list(compositor.visible_widgets), 2):
+                widget.refresh()
+            compositor._dirty_regions = set(regions)
+            lean = compositor.render_partial_update()
+            on_screen = {region.intersection(driver.app.size.region) for region in regions}
+            compositor._dirty_regions = {region for region in on_screen if region}
+            plain = Compositor.render_partial_update(compositor)
+            assert changed(lean) == changed(plain)
+            assert len(changed(lean)) == sum(
+                last - first for _, first, last in (plain.spans if plain else ())
+            )
+        assert compositor.render_partial_update() is None
+
+
+async def test_a_new_line_lays_the_screen_out_once_and_draws_no_other_line_anew(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts, drawn_lines = [], []
+    reflow, render_line = Compositor.reflow, MarkdownView.render_line
+    monkeypatch.setattr(Compositor, "reflow", lambda *given: layouts.append(1) or reflow(*given))
+    monkeypatch.setattr(
+        MarkdownView, "render_line", lambda view, y: drawn_lines.append(y) or render_line(view, y)
+    )
+    async with started(tiny_llama) as driver:
+        answer = Scripted(driver)
+        await answer.start()
+        await answer.push("one\n\ntwo\n\nthree")
+        await driver.until_seen("three")
+        await driver.settle()
+        layouts.clear()
+        drawn_lines.clear()
+        await answer.push("\n\nfour")
+        await driver.until_seen("four")
+        await driver.settle()
+        assert len(layouts) == 1
+        assert set(drawn_lines) == {4, 5, 6}  # the cursor stood in the first
+        await answer.end(output("one\n\ntwo"))
+        await driver.until(lambda: "four" not in driver.screen_text())
+
+
+def test_a_growing_text_leaves_nothing_behind() -> None:
+    recent: Recent[int, str] = Recent()
+    for number in range(10):
+        recent.keep(number, str(number))
+        assert recent.get(0) == "0"
+        assert recent.get(number - 2) == (str(number - 2) if number == 2 else None)
+        recent.forget_unused()
+    recent.forget_unused()
+    assert recent.get(0) is None
+
+
+async def test_garbage_is_looked_for_when_nothing_is_answered(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected = []
+    async with started(tiny_llama, sampling=ENDLESS) as driver:
+        monkeypatch.setattr(gc, "collect", lambda: collected.append(driver.app.main_screen.workspace.busy))
+        monkeypatch.setattr(gc, "get_count", lambda: (0, 0, TIDY_ROUNDS))
+        assert gc.get_threshold()[2] == YOUNG_ROUNDS
+        await driver.say("First")
+        await driver.until_seen("tokens")
+        driver.app.main_screen._tidy()
+        assert not collected  # it would stop the answer
+        await driver.press("escape")
+        await driver.until_idle()
+        await driver.pilot.pause(TIDY_S)
+        await driver.until(lambda: collected)
+        assert collected == [[]]
