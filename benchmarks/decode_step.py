@@ -71,7 +71,7 @@ def _tensors(root: object) -> list[torch.Tensor]:
 
 
 def record(
-    decoder: Decoder, rows: int, context: int, temperature: float, *, int8: bool
+    decoder: Decoder, rows: int, context: int, params: SamplingParams, *, int8: bool
 ) -> tuple[torch.cuda.CUDAGraph, int]:
     """A step of ``rows`` rows whose new token is the last of ``context``, and the bytes of K and V it reads."""
     config, per_row = decoder.config, -(-context // BLOCK_SIZE)
@@ -86,7 +86,6 @@ def record(
         else:
             caches.append(LayerCache(*(torch.randn(shape, device=device).bfloat16() for _ in range(2))))
     tables = torch.randperm(rows * per_row).view(rows, per_row).tolist()
-    params = SamplingParams(temperature=temperature)
     chunks = [
         ScheduledChunk(
             Request(row, list(range(context)), params, block_table=table), context - 1, 1, samples=True
@@ -149,14 +148,15 @@ def short_name(name: str) -> str:
 
 
 def measure(
-    decoder: Decoder, rows: int, context: int, temperature: float, bandwidth: float, *, int8: bool
+    decoder: Decoder, rows: int, context: int, params: SamplingParams, bandwidth: float, *, int8: bool
 ) -> dict[str, Any]:
     with torch.inference_mode():
-        graph, kv_bytes = record(decoder, rows, context, temperature, int8=int8)
+        graph, kv_bytes = record(decoder, rows, context, params, int8=int8)
         return {
             "rows": rows,
             "context": context,
-            "temperature": temperature,
+            "temperature": params.temperature,
+            "repetition_penalty": params.repetition_penalty,
             "int8": int8,
             "step_us": time_us(graph),
             "floor_us": (decoder.weight_bytes + kv_bytes) / bandwidth / 1e6,
@@ -172,9 +172,11 @@ def main() -> None:
     parser.add_argument("--rows", default="1,32")
     parser.add_argument("--context", type=int, default=384)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
     parser.add_argument("--kv", choices=["auto", "int8"], default="auto")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    params = SamplingParams(temperature=options.temperature, repetition_penalty=options.repetition_penalty)
     torch.manual_seed(0)
     bandwidth = copy_bandwidth()
     decoder = random_decoder(SHAPES[options.shape])
@@ -186,9 +188,7 @@ def main() -> None:
         "steps": [],
     }
     for rows in map(int, options.rows.split(",")):
-        step = measure(
-            decoder, rows, options.context, options.temperature, bandwidth, int8=options.kv == "int8"
-        )
+        step = measure(decoder, rows, options.context, params, bandwidth, int8=options.kv == "int8")
         report["steps"].append(step)
         traced_us = sum(part["us"] for part in step["parts"].values())
         print(

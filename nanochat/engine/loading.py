@@ -267,7 +267,7 @@ def _free_bytes(config: EngineConfig, decoder: Decoder, kv_dtype: torch.dtype) -
         peak += peak if is_same else _step_peak_bytes(config, model, decoder, kv_dtype, recorded)
         peak += GRAPH_BYTES
         longest = config.max_model_len or model.max_position_embeddings
-        peak += state_bytes(config.max_num_seqs, -(-longest // config.block_size))
+        peak += state_bytes(config.max_num_seqs, -(-longest // config.block_size), model.vocab_size)
     return free_gpu_bytes(decoder.device, config.gpu_memory_utilization, peak)
 
 

@@ -54,8 +54,6 @@ class _InFlight:
     step: LaunchedStep | None
     error: Exception | None = None
     """Why it could not be launched."""
-    needs_host: bool = False
-    """Whether the step after it needs its ids on the host."""
 
 
 class Pipeline:
@@ -90,7 +88,6 @@ class Pipeline:
             in_flight.step = self._runner.launch(plan)
         except Exception as error:
             in_flight.error = error
-        in_flight.needs_host = any(chunk.request.params.repetition_penalty != 1 for chunk in plan.sampling)
         return True
 
     def collect(self, *, wait: bool) -> Outcome | None:
@@ -138,7 +135,7 @@ class Pipeline:
     def _steps_ahead(self) -> int:
         """Steps that may be in flight while another is planned. At least one is."""
         newest = self._in_flight[-1]
-        if newest.error is not None or any(step.needs_host for step in self._in_flight):
+        if newest.error is not None:
             return 0
         if newest.plan.prefills or self._scheduler.num_waiting:
             return min(1, self.max_steps_ahead)

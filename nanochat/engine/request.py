@@ -8,7 +8,6 @@ from typing import Literal
 
 from nanochat.engine.block_pool import BlockKey
 from nanochat.engine.config import SamplingParams
-from nanochat.engine.seen_tokens import SeenTokens
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -66,8 +65,6 @@ class Request:
     """Tokens it must compute before it samples, as the prefix cache stood when it was last queued."""
     block_keys: list[BlockKey] = field(default_factory=list, repr=False)
     """Prefix-cache keys of its full blocks, as far as they have been needed."""
-    seen_tokens: SeenTokens = field(default_factory=SeenTokens, repr=False)
-    """Kept up to date by the sampler, if there is a repetition penalty."""
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)

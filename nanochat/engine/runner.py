@@ -33,6 +33,7 @@ from nanochat.engine.sampler import (
 )
 from nanochat.engine.scheduler import ScheduledChunk, StepPlan
 from nanochat.engine.seats import Seats
+from nanochat.engine.seen_tokens import SeenTokens
 from nanochat.engine.step_graphs import StepGraphs
 from nanochat.engine.step_message import PackedStep, RecordedStep
 from nanochat.engine.step_programs import StepPrograms
@@ -148,10 +149,11 @@ class Runner:
         self._followers: Followers | None = None
         # By seat: the token that was sampled last. The next step finds it here before the host has heard of it.
         if graphs is not None:
-            self._seats, self._last_ids = graphs.seats, graphs.last_ids
+            self._seats, self._last_ids, self._seen = graphs.seats, graphs.last_ids, graphs.seen_tokens
         else:
             self._seats = Seats(max_num_seqs)
             self._last_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=decoder.device)
+            self._seen = SeenTokens(max_num_seqs, decoder.config.vocab_size, decoder.device)
 
     @property
     def is_native(self) -> bool:
@@ -170,6 +172,8 @@ class Runner:
         check: Callable[[float], None] | None = None
         if self._followers is not None:
             check = functools.partial(self._followers.check_step, plan.num_tokens)
+        if any(chunk.request.params.repetition_penalty != 1 for chunk in plan.sampling):
+            self._seen.take_in(plan.sampling, self._seats.take(plan.sampling))
         if self._graphs is not None and (shape := self._graphs.choose(plan)) is not None:
             host, rows = self._graphs.pack(plan, shape)
             with self._told(RecordedStep(shape, host.numpy())):
@@ -271,6 +275,8 @@ class Runner:
         if not len(step.seats):
             return None
         logits = self.decoder.compute_logits(hidden[batch.sample_rows])
+        if sampling is not None and sampling.any_penalty:
+            sampling.seen = self._seen.rows(seats, batch.input_ids[batch.sample_rows])
         output = sample_together(logits, sampling, self.decoder.ranks)
         self._last_ids.scatter_(0, seats, output.token_ids)
         return output
@@ -287,7 +293,11 @@ class Runner:
         if is_greedy:
             output = SampleOutput(best.clone(), None)
         else:
-            output = sample(logits, SamplingBatch.from_chunks(plan.sampling, self.decoder.device))
+            sampling = SamplingBatch.from_chunks(plan.sampling, self.decoder.device)
+            if sampling.any_penalty:
+                row_ids = torch.from_numpy(ids[step.batch.sample_rows])
+                sampling.seen = self._seen.rows(torch.from_numpy(step.seats), row_ids)
+            output = sample(logits, sampling)
         last_ids[step.seats] = output.token_ids.numpy()
         return output
 

@@ -23,6 +23,7 @@ from nanochat.engine.request import Request
 from nanochat.engine.step_plan import ScheduledChunk
 from nanochat.kernels.native import library as native
 from nanochat.kernels.native.ops import sample_tokens
+from nanochat.kernels.seen import SeenRows, penalize_seen
 
 BLOCK = 128
 """Tokens whose weights are summed before the search for the drawn one."""
@@ -99,19 +100,20 @@ class SamplingBatch:
     """``[S]`` int64."""
     positions: torch.Tensor
     """``[S]`` int64: index, in its sequence, of the token to be sampled."""
-    penalty_tokens: torch.Tensor | None
-    """``[2, P]`` int64: row and id of each distinct token of a row with a penalty; None: no such row."""
+    seen: SeenRows | None
+    """What a repetition penalty is about; None: nobody has said so, and there is none."""
     all_greedy: bool
     any_greedy: bool
     any_top_k: bool
     any_top_p: bool
     any_min_p: bool
+    any_penalty: bool
     num_logprobs: int | None
     """Most top log-probabilities that a row asks for; None: no row asks for any."""
 
     @classmethod
     def from_chunks(cls, chunks: Sequence[ScheduledChunk], device: torch.device) -> SamplingBatch:
-        """One row a chunk, for the token after it. Of a request with a penalty all tokens must be known."""
+        """One row a chunk, for the token after it."""
         positions = [chunk.start + chunk.length for chunk in chunks]
         return cls.from_requests([chunk.request for chunk in chunks], device, positions)
 
@@ -119,7 +121,7 @@ class SamplingBatch:
     def from_requests(
         cls, requests: Sequence[Request], device: torch.device, positions: Sequence[int] | None = None
     ) -> SamplingBatch:
-        """One row a request, copied to the device asynchronously.
+        """One row a request, copied to the device asynchronously. ``seen`` is left to whoever keeps it.
 
         ``positions``: the index of the token to be sampled; the request's next one if left out.
         """
@@ -136,42 +138,33 @@ class SamplingBatch:
             repetition_penalty=penalty,
             seeds=seeds,
             positions=indices,
-            penalty_tokens=_penalty_tokens(requests, device),
+            seen=None,
             all_greedy=bool((host.temperature == 0).all()),
             any_greedy=bool((host.temperature == 0).any()),
             any_top_k=bool(host.top_k.any()),
             any_top_p=bool((host.top_p < 1).any()),
             any_min_p=bool((host.min_p > 0).any()),
+            any_penalty=bool((host.repetition_penalty != 1).any()),
             num_logprobs=max(wanted) if wanted else None,
         )
 
 
-def _penalty_tokens(requests: Sequence[Request], device: torch.device) -> torch.Tensor | None:
-    rows, ids = [], []
-    for row, request in enumerate(requests):
-        if request.params.repetition_penalty != 1:
-            seen = np.array(request.seen_tokens.of(request.token_ids))
-            rows.append(np.full_like(seen, row))
-            ids.append(seen)
-    if not ids:
-        return None
-    pairs = torch.from_numpy(np.stack([np.concatenate(rows), np.concatenate(ids)]))
-    return pairs.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else pairs
-
-
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
-    """Choose one token a row from ``logits [S, V]`` float32, which are left as they are.
+    """Choose one token a row from ``logits [S, V]`` float32, which a GPU overwrites where there is a penalty.
 
     The order is that of transformers: repetition penalty (positive logits of seen tokens divided, others
     multiplied), temperature, top-k, top-p within what top-k kept, min-p. A temperature of 0 takes the
     likeliest token after the penalty. Among equal logits the lowest id comes first. NaN counts as -inf; a
     row with nothing above -inf gives token 0.
     """
-    if logits.device.type != "cpu" and batch.penalty_tokens is None and batch.num_logprobs is None:
-        return SampleOutput(_choose_on_gpu(logits, batch), None)
-    logits = _without_nan(logits)
-    scores = logits if batch.penalty_tokens is None else _penalize(logits, batch)
-    token_ids = _choose(scores, batch)
+    if logits.device.type == "cpu":
+        logits = _without_nan(logits)
+        penalty = batch.repetition_penalty
+        scores = logits if batch.seen is None else penalize_seen(logits, penalty, batch.seen)
+        token_ids = _choose_on_cpu(scores, batch)
+    else:
+        scores, logits = logits, logits if batch.num_logprobs is None else _without_nan(logits)
+        token_ids = _choose_on_gpu(scores, batch)
     if batch.num_logprobs is None:
         return SampleOutput(token_ids, None)
     return SampleOutput(token_ids, _logprobs(logits, token_ids, batch.num_logprobs))
@@ -188,12 +181,10 @@ def sample_together(logits: torch.Tensor, batch: SamplingBatch | None, ranks: Co
     return output
 
 
-def _choose(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+def _choose_on_cpu(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     if batch.all_greedy:
         return scores.max(dim=-1).indices
-    if scores.device.type == "cpu":
-        return _draw_tokens(scores, batch) if native.find() is None else _draw_natively(scores, batch)
-    return _choose_on_gpu(scores, batch)
+    return _draw_tokens(scores, batch) if native.find() is None else _draw_natively(scores, batch)
 
 
 def _draw_natively(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -209,7 +200,14 @@ def _choose_on_gpu(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     from nanochat.kernels.sampling import sample_tokens  # it needs Triton; a CPU does not
 
     return sample_tokens(
-        scores, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seeds, batch.positions
+        scores,
+        batch.temperature,
+        batch.top_k,
+        batch.top_p,
+        batch.min_p,
+        batch.seeds,
+        batch.positions,
+        None if batch.seen is None else (batch.repetition_penalty, batch.seen),
     )
 
 
@@ -218,15 +216,6 @@ def _without_nan(logits: torch.Tensor) -> torch.Tensor:
     if logits.device.type == "cpu" and bool(torch.isfinite(logits.amax(dim=-1)).all()):
         return logits  # the greatest of a row with a NaN is NaN
     return logits.nan_to_num(nan=float("-inf"), neginf=float("-inf"))
-
-
-def _penalize(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    if batch.penalty_tokens is None:
-        return logits
-    rows, ids = batch.penalty_tokens
-    seen = logits[rows, ids]
-    penalty = batch.repetition_penalty[rows]
-    return logits.index_put((rows, ids), torch.where(seen > 0, seen / penalty, seen * penalty))
 
 
 def _draw_tokens(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

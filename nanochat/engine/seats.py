@@ -16,7 +16,7 @@ from nanochat.engine.step_plan import ScheduledChunk
 class Seat:
     """One row of the state, as the host knows it."""
 
-    __slots__ = ("index", "num_blocks", "num_preemptions")
+    __slots__ = ("has_seen", "index", "num_blocks", "num_preemptions")
 
     def __init__(self, index: int, num_preemptions: int) -> None:
         self.index = index
@@ -24,6 +24,8 @@ class Seat:
         """Entries of the request's block table that have been sent."""
         self.num_preemptions = num_preemptions
         """Of the request when it sat down: after another one its block table is a new one."""
+        self.has_seen = False
+        """Whether the state tells which tokens the request has had; only a repetition penalty asks for it."""
 
 
 class Seats:
@@ -37,6 +39,7 @@ class Seats:
         self.capacity = capacity
         self.sampling = SamplingArrays.blank(capacity + 1)
         """How each seat's request is sampled, its positions aside. The entry after the last seat is greedy."""
+        self.sampling.repetition_penalty[:] = 1
         self._taken: dict[Request, Seat] = {}
         self._free = list(range(capacity - 1, -1, -1))
 

@@ -23,6 +23,7 @@ from nanochat.engine.device import is_out_of_memory
 from nanochat.engine.models.decoder import Decoder
 from nanochat.engine.sampler import sample_together
 from nanochat.engine.seats import Seats
+from nanochat.engine.seen_tokens import SeenTokens, seen_bytes
 from nanochat.engine.step_inputs import StepInputs, StepShape, input_bytes, pack_step
 from nanochat.engine.step_plan import StepPlan
 from nanochat.kernels.cache import AttentionBatch, LayerCache
@@ -74,9 +75,12 @@ def token_sizes(max_tokens: int) -> list[int]:
     return [*(size for size in sizes if size < max_tokens), max_tokens]
 
 
-def state_bytes(max_num_seqs: int, table_width: int) -> int:
-    """What :class:`StepGraphs` keeps on the device beside recordings, about: block tables of seats, rows and new entries."""
-    return 4 * table_width * (max_num_seqs + 1) * 5
+def state_bytes(max_num_seqs: int, table_width: int, vocab_size: int) -> int:
+    """What :class:`StepGraphs` keeps on the device beside recordings, about.
+
+    Block tables of seats, rows and new entries; what requests have had of tokens.
+    """
+    return 4 * table_width * (max_num_seqs + 1) * 5 + seen_bytes(max_num_seqs, vocab_size)
 
 
 def _at_least(sizes: Sequence[int], needed: int) -> int:
@@ -104,12 +108,10 @@ class Shapes:
     def fit(self, plan: StepPlan) -> StepShape | None:
         """The smallest shape for a plan; None if it can't be replayed.
 
-        That is one with too many tokens, a repetition penalty, or log-probabilities.
+        That is one with too many tokens, or log-probabilities.
         """
-        for chunk in plan.sampling:
-            params = chunk.request.params
-            if params.logprobs is not None or params.repetition_penalty != 1:
-                return None
+        if any(chunk.request.params.logprobs is not None for chunk in plan.sampling):
+            return None
         num_decodes, num_prefills = len(plan.decodes), len(plan.prefills)
         if not num_prefills:
             return StepShape(_at_least(self._decodes, num_decodes), 0, 0, self._max_model_len, 0)
@@ -188,6 +190,7 @@ class StepGraphs:
         self.seats = Seats(max_num_seqs)
         # One row a seat, and one more for padding.
         self.last_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        self.seen_tokens = SeenTokens(max_num_seqs, decoder.config.vocab_size, device)
         self._tables = torch.zeros((max_num_seqs + 1, table_width), dtype=torch.int32, device=device)
         # Steps never run at the same time, and none needs what another left behind: they share all memory.
         num_bytes = input_bytes(self.shapes.largest, table_width)
@@ -270,10 +273,12 @@ class StepGraphs:
         hidden = self._decoder.forward(
             tokens.input_ids, tokens.positions, tokens.slots, attention, self._caches
         )
+        row_ids = tokens.input_ids
         if shape.prefill_rows:
-            hidden = hidden.index_select(0, tokens.last_tokens)
+            hidden, row_ids = (x.index_select(0, tokens.last_tokens) for x in (hidden, row_ids))
         logits = self._decoder.compute_logits(hidden)
-        batch = inputs.sampling(tokens.next_positions)
+        seen = self.seen_tokens.rows(inputs.sampling_seats, row_ids)
+        batch = inputs.sampling(tokens.next_positions, seen)
         token_ids = sample_together(logits, batch, self._decoder.ranks).token_ids
         self.last_ids.scatter_(0, inputs.sampling_seats, token_ids)
         return token_ids

@@ -16,6 +16,7 @@ from nanochat.engine.sampler import SamplingBatch
 from nanochat.engine.seats import Seats
 from nanochat.engine.step_plan import StepPlan
 from nanochat.kernels.rows import StepRows
+from nanochat.kernels.seen import SeenRows
 
 
 class StepShape(NamedTuple):
@@ -45,7 +46,7 @@ def _packing(shape: StepShape) -> Packing:
     return Packing(
         [
             *[(row, longs)] * 2,
-            *[(row, floats)] * 3,
+            *[(row, floats)] * 4,
             *[(row, ints)] * 4,
             *[(starts, ints)] * 2,
             ((shape.tokens,), ints),
@@ -67,7 +68,7 @@ class StepInputs:
         self._buffer = buffer
         packing = _packing(shape)
         views = packing.views(buffer)
-        seeds, self.sampling_seats, temperature, top_p, min_p, top_k, seats, contexts, *views = views
+        seeds, self.sampling_seats, temperature, top_p, min_p, penalty, top_k, seats, contexts, *views = views
         first_new, query_starts, new_starts, token_ids = views
         new_blocks = buffer[packing.num_bytes :]
         new_blocks = new_blocks[: new_blocks.shape[0] // 4 * 4].view(torch.int32)
@@ -80,28 +81,28 @@ class StepInputs:
             new_blocks=new_blocks,
             token_ids=token_ids,
         )
-        self._sampling = (seeds, temperature, top_p, min_p, top_k)
+        self._sampling = (seeds, temperature, top_p, min_p, penalty, top_k)
         self.scratch: dict[Any, Any] = {}
         """Of the step's `AttentionBatch`: a recording needs what it used to stay where it is."""
-        self._no_penalty = torch.ones_like(temperature)
 
-    def sampling(self, positions: torch.Tensor) -> SamplingBatch:
-        """How the rows are sampled; ``positions [R]`` int64. Any kind of row may come, but no penalty."""
-        seeds, temperature, top_p, min_p, top_k = self._sampling
+    def sampling(self, positions: torch.Tensor, seen: SeenRows) -> SamplingBatch:
+        """How the rows are sampled; ``positions [R]`` int64. Any kind of row may come."""
+        seeds, temperature, top_p, min_p, penalty, top_k = self._sampling
         return SamplingBatch(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
-            repetition_penalty=self._no_penalty,
+            repetition_penalty=penalty,
             seeds=seeds,
             positions=positions,
-            penalty_tokens=None,
+            seen=seen,
             all_greedy=False,
             any_greedy=True,
             any_top_k=True,
             any_top_p=True,
             any_min_p=True,
+            any_penalty=True,
             num_logprobs=None,
         )
 
@@ -137,7 +138,7 @@ def pack_step(
     host = host_buffer(fixed + 4 * len(new_blocks), device)
     flat = host.numpy()
     seeds, sampling_seats, *fields = packing.arrays(flat)
-    temperature, top_p, min_p, top_k, seat_rows, contexts, firsts, query_starts, starts, ids = fields
+    temperature, top_p, min_p, penalty, top_k, seat_rows, contexts, firsts, query_starts, starts, ids = fields
     rows = np.arange(count)  # of the shape, one a chunk
     rows[num_decodes:] += shape.decode_rows - num_decodes
     seat_rows[:] = seats.capacity
@@ -145,6 +146,7 @@ def pack_step(
     own = seats.sampling
     seeds[:], temperature[:] = own.seeds[seat_rows], own.temperature[seat_rows]
     top_p[:], min_p[:], top_k[:] = own.top_p[seat_rows], own.min_p[seat_rows], own.top_k[seat_rows]
+    penalty[:] = own.repetition_penalty[seat_rows]
     samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
     sampling_seats[:] = seats.capacity
     sampling_seats[rows[samples]] = seat_rows[rows[samples]]

@@ -7,7 +7,7 @@ The score at which top-k and then top-p cut is found by bisection over the score
 counting tokens or adding weights above a score: exact, and a few passes over little memory instead of a sort
 of the vocabulary. The token is drawn by inverting the distribution function in the order of ids.
 
-Knows nothing of requests, penalties or log-probabilities.
+Knows nothing of requests or log-probabilities.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from nanochat.kernels.sampling_scan import (
     load_scores,
     scan_rows,
 )
+from nanochat.kernels.seen import SeenRows
 from nanochat.kernels.triton_utils import dependent_launch, enter, next_power_of_2
 
 _BLOCK = 8192
@@ -40,6 +41,7 @@ def sample_tokens(
     min_p: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
+    penalized: tuple[torch.Tensor, SeenRows] | None = None,
 ) -> torch.Tensor:
     """One token id a row of ``scores [S, V]`` float32: ``[S]`` int64.
 
@@ -49,6 +51,9 @@ def sample_tokens(
     least ``min_p`` times the best one's probability. Among equal scores the lowest ids come first. NaN counts
     as -inf; a row with nothing above -inf gives 0. The random number is the double in [0, 1) that SplitMix64
     gives for the row's seed and position.
+
+    ``penalized``: a repetition penalty ``[S]`` float32 and what it is about, applied first, as
+    `nanochat.kernels.seen.penalize_seen` defines it. Scores of rows whose penalty isn't 1 are overwritten.
 
     Raises:
         ValueError: an argument has the wrong dtype, shape, stride or device.
@@ -65,6 +70,7 @@ def sample_tokens(
         ("min_p", min_p, torch.float32),
         ("seeds", seeds, torch.int64),
         ("positions", positions, torch.int64),
+        *_penalty_columns(penalized),
     ):
         if (
             tensor.dtype != dtype
@@ -84,6 +90,7 @@ def sample_tokens(
         top_k,
         top_p,
         min_p,
+        penalized=penalized,
         chunk=_CHUNK,
         max_candidates=_BLOCK,
         dependent=dependent,
@@ -116,6 +123,19 @@ def sample_tokens(
         launch_pdl=dependent,
     )
     return token_ids
+
+
+def _penalty_columns(
+    penalized: tuple[torch.Tensor, SeenRows] | None,
+) -> list[tuple[str, torch.Tensor, torch.dtype]]:
+    if penalized is None:
+        return []
+    penalty, seen = penalized
+    return [
+        ("penalty", penalty, torch.float32),
+        ("seats", seen.seats, torch.int64),
+        ("token_ids", seen.token_ids, torch.int64),
+    ]
 
 
 @triton.jit

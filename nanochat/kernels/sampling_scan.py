@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanochat.kernels.seen import SeenRows
 from nanochat.kernels.triton_utils import enter, next_power_of_2
 
 BINS = tl.constexpr(7)
@@ -49,11 +50,15 @@ def scan_rows(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     *,
+    penalized: tuple[torch.Tensor, SeenRows] | None,
     chunk: int,
     max_candidates: int,
     dependent: bool,
 ) -> RowScan:
-    """Three launches over ``scores [S, V]``; ``chunk`` and ``max_candidates`` are powers of two."""
+    """Three launches over ``scores [S, V]``; ``chunk`` and ``max_candidates`` are powers of two, of 32 or more.
+
+    Scores of rows with a repetition penalty are overwritten.
+    """
     rows, vocab_size = scores.shape
     chunks = triton.cdiv(vocab_size, chunk)
 
@@ -71,7 +76,19 @@ def scan_rows(
     )
     stride, tile = scores.stride(0), next_power_of_2(chunks)
     options = {"CHUNK": chunk, "DEPENDENT": dependent, "num_warps": 4, "launch_pdl": dependent}
-    _best_kernel[(rows, chunks)](scores, temperature, scan.best, scan.best_ids, stride, vocab_size, **options)
+    penalty, seen = penalized or (None, None)
+    _best_kernel[(rows, chunks)](
+        scores,
+        penalty,
+        *((None,) * 3 if seen is None else (seen.words, seen.seats, seen.token_ids)),
+        scan.best,
+        scan.best_ids,
+        stride,
+        0 if seen is None else seen.words.stride(0),
+        vocab_size,
+        PENALIZED=seen is not None,
+        **options,
+    )
     filters = (temperature, top_k, top_p, min_p)
     _weigh_kernel[(rows, chunks)](
         scores, *filters, scan.best, scan.weights, scan.bins, stride, vocab_size, CHUNKS=tile, **options
@@ -146,11 +163,16 @@ def _bin_of(scores: tl.tensor, best: tl.tensor, temperature: tl.tensor) -> tl.te
 @triton.jit
 def _best_kernel(
     scores_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
+    penalty_ptr: tl.tensor,
+    words_ptr: tl.tensor,
+    seats_ptr: tl.tensor,
+    token_ids_ptr: tl.tensor,
     best_ptr: tl.tensor,
     best_ids_ptr: tl.tensor,
     scores_stride: int,
+    words_stride: int,
     vocab_size: int,
+    PENALIZED: tl.constexpr,
     CHUNK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
@@ -158,11 +180,44 @@ def _best_kernel(
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * CHUNK
     scores = load_scores(scores_ptr + row * scores_stride, start, vocab_size, CHUNK)
+    if PENALIZED:
+        penalty = tl.load(penalty_ptr + row)
+        if penalty != 1.0:
+            words_ptr += tl.load(seats_ptr + row) * words_stride
+            token_id = tl.load(token_ids_ptr + row)
+            scores = _penalize(scores, penalty, words_ptr, token_id, start, vocab_size, CHUNK)
+            index = start + tl.arange(0, CHUNK)
+            tl.store(scores_ptr + row * scores_stride + index, scores, mask=index < vocab_size)
     best = tl.max(scores, 0)
     ids = tl.where(scores == best, start + tl.arange(0, CHUNK), 2147483647)
     place = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_ptr + place, best)
     tl.store(best_ids_ptr + place, tl.min(ids, 0))
+
+
+@triton.jit
+def _penalize(
+    scores: tl.tensor,
+    penalty: tl.tensor,
+    words_ptr: tl.tensor,
+    token_id: tl.tensor,
+    start: tl.tensor,
+    vocab_size: tl.tensor,
+    CHUNK: tl.constexpr,
+) -> tl.tensor:
+    """A chunk's scores after the penalty on tokens whose bits are set, and on ``token_id``, whose bit is set here.
+
+    No other program reads the bits of this chunk's tokens.
+    """
+    index = start + tl.arange(0, CHUNK)
+    words = tl.load(words_ptr + (index >> 5), mask=index < vocab_size, other=0)
+    is_seen = (((words >> (index & 31)) & 1) != 0) | (index == token_id)
+    if (token_id >= start) & (token_id < start + CHUNK):
+        place = words_ptr + (token_id >> 5)
+        bit = (tl.full([], 1, tl.int32) << (token_id & 31).to(tl.int32)).to(tl.int32)
+        tl.store(place, tl.load(place) | bit)
+    scores = tl.where(is_seen, tl.where(scores > 0, tl.div_rn(scores, penalty), scores * penalty), scores)
+    return tl.minimum(scores, 3.4028234663852886e38)
 
 
 @triton.jit

@@ -89,6 +89,8 @@ def mixed_answers(engine: Engine, count: int) -> list[list[int]]:
         {"temperature": 0.8, "top_p": 0.9, "top_k": 40},
         {"temperature": 1.2},
         {"temperature": 0.9, "min_p": 0.05},
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"temperature": 1.0, "repetition_penalty": 0.8, "top_p": 0.95},
     ]
     params = [
         SamplingParams(**kinds[i % len(kinds)], seed=i, max_tokens=12 + i % 3, ignore_eos=True)
@@ -113,6 +115,19 @@ def test_graphs_change_no_token(make_engine: MakeEngine, options: dict[str, Any]
     replaying.close()  # until then it records what came once
     assert graphs is not None
     assert {shape.prefill_rows > 0 for shape in graphs._recordings} == {True, False}
+
+
+def test_a_penalty_is_part_of_a_recording(make_engine: MakeEngine) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, repetition_penalty=1.3)
+    results = []
+    for device in ("cpu", "cuda"):
+        engine = make_engine(device=device)
+        handles = [engine.submit(prompt, params) for prompt in PROMPTS[:3]]
+        results.append([handle.result(300).token_ids for handle in handles])
+    assert results[0] == results[1]
+    graphs = engine._model.runner._graphs
+    assert graphs is not None
+    assert any(shape.prefill_rows == 0 for shape in graphs._recordings)
 
 
 def test_few_recordings_will_do(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

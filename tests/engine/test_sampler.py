@@ -14,6 +14,9 @@ from nanochat.engine import sampler
 from nanochat.engine.config import SamplingParams
 from nanochat.engine.request import Request
 from nanochat.engine.sampler import SamplingBatch, sample, uniforms
+from nanochat.engine.seats import Seats
+from nanochat.engine.seen_tokens import SeenTokens
+from nanochat.engine.step_plan import ScheduledChunk
 from tests.native import require_native
 
 CPU = torch.device("cpu")
@@ -46,6 +49,11 @@ def make_batch(
         request.sampling_seed = seeds[row] if seeds else row
         requests.append(request)
     batch = SamplingBatch.from_requests(requests, CPU)
+    chunks = [ScheduledChunk(request, 0, request.num_tokens, samples=True) for request in requests]
+    state = SeenTokens(len(requests), 60_000, CPU)
+    state.take_in(chunks, Seats(len(requests)).take(chunks))
+    last_ids = torch.tensor([request.token_ids[-1] for request in requests])
+    batch.seen = state.rows(torch.arange(len(requests)), last_ids)
     if position is not None:
         batch.positions = torch.full_like(batch.positions, position)
     return batch
@@ -301,8 +309,7 @@ def test_a_batch_is_what_the_requests_say() -> None:
     assert batch.repetition_penalty.tolist() == [1.0, 2.0]
     assert batch.seeds.tolist() == [-7, 9]
     assert batch.positions.tolist() == [3, 3]
-    assert batch.penalty_tokens is not None
-    assert batch.penalty_tokens.tolist() == [[1, 1], [5, 3]]  # by first occurrence
+    assert batch.any_penalty
     assert not batch.all_greedy
     assert batch.any_greedy
     assert batch.any_top_k

@@ -108,11 +108,13 @@ class TestShapes:
         without = Shapes(max_num_seqs=40, max_num_tokens=2048, max_model_len=20_000, converted_tokens=0)
         assert without.fit(StepPlan(1, (), (chunk(33),), ())) == (0, 8, 64, 4096, 8 * 4096)
 
-    def test_none_fits_a_penalty_or_logprobs(self) -> None:
-        for params in ({"logprobs": 0}, {"repetition_penalty": 1.1}):
-            assert self.fit([chunk(1, 9), chunk(1, 9, **params)], []) is None
-            assert self.fit([], [chunk(9, **params)]) is None
-            assert self.fit([], [chunk(9, samples=False, **params)]) is not None
+    def test_none_fits_logprobs(self) -> None:
+        assert self.fit([chunk(1, 9), chunk(1, 9, logprobs=0)], []) is None
+        assert self.fit([], [chunk(9, logprobs=0)]) is None
+        assert self.fit([], [chunk(9, samples=False, logprobs=0)]) is not None
+
+    def test_a_penalty_changes_no_shape(self) -> None:
+        assert self.fit([chunk(1, 9, repetition_penalty=1.1)], []) == self.fit([chunk(1, 9)], [])
 
     def test_common_ones_are_few_and_among_those_that_fit(self) -> None:
         common = self.shapes.common()
@@ -280,7 +282,7 @@ def test_an_engine_gives_the_same_tokens(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, depth: int, options: dict[str, Any]
 ) -> None:
     """Seats, block tables sent by difference and ids that stay on the device, through a whole engine."""
-    plain = [kind for kind in KINDS if "logprobs" not in kind]
+    plain = [kind for kind in KINDS if "logprobs" not in kind] + [{"repetition_penalty": 1.3}]
     mixed = [*KINDS, {"repetition_penalty": 1.3}]
     eager = make_engine(max_steps_ahead=0, **options)
     expected = [answers(eager, kinds) for kinds in (plain, mixed, plain)]

@@ -35,6 +35,7 @@ from nanochat.kernels import (
 from nanochat.kernels.cache import AttentionBatch, LayerCache
 from nanochat.kernels.normed import Normed
 from nanochat.kernels.rows import StepRows
+from nanochat.kernels.seen import SeenRows
 from nanochat.kernels.triton_utils import INTERPRETED, DeviceInfo
 from nanochat.kernels.tuning import DecodeConfig, decode_config, prefill_config
 from tests.kernels.compiling import NUM_SMS, SHARED_KB, Recorder, check_launches, programs_that_fit
@@ -392,9 +393,12 @@ def test_split_linear(monkeypatch: pytest.MonkeyPatch, half: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_sampling(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+@pytest.mark.parametrize("is_penalized", [False, True])
+def test_sampling(monkeypatch: pytest.MonkeyPatch, capability: int, is_penalized: bool) -> None:
     row = torch.zeros(3)
     long = torch.zeros(3, dtype=torch.int64)
+    seen = SeenRows(torch.zeros((4, 282), dtype=torch.int32), long, long)
+    penalized = (row, seen) if is_penalized else None
     kernels = [
         (sampling_scan, "_best_kernel"),
         (sampling_scan, "_weigh_kernel"),
@@ -411,5 +415,7 @@ def test_sampling(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
                 capability,
                 module,
                 name,
-                lambda: sampling.sample_tokens(torch.zeros(3, 9000), row, row.int(), row, row, long, long),
+                lambda: sampling.sample_tokens(
+                    torch.zeros(3, 9000), row, row.int(), row, row, long, long, penalized
+                ),
             )

@@ -273,12 +273,13 @@ class TestRows:
             repetition_penalty=torch.ones(rows),
             seeds=torch.arange(rows) * 7919,
             positions=torch.arange(rows) + 3,
-            penalty_tokens=None,
+            seen=None,
             all_greedy=False,
             any_greedy=True,
             any_top_k=True,
             any_top_p=True,
             any_min_p=True,
+            any_penalty=False,
             num_logprobs=None,
         )
         arguments = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seeds, batch.positions)
