@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from nanochat.engine.detokenizer import Detokenizer
 from nanochat.engine.handle import RequestHandle
-from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput, TokenLogprobs
+from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput, TokenLogprobs, decode_rate
 from nanochat.engine.request import FinishReason, Request, RequestStatus
 
 logger = logging.getLogger(__name__)
@@ -76,11 +76,8 @@ class LiveRequest:
     @property
     def decode_tok_s(self) -> float | None:
         """Tokens after the first, per second."""
-        first, last = self.request.first_token_s, self.last_token_s
-        later_tokens = self.request.num_generated_tokens - 1
-        if first is None or last is None or later_tokens < 1 or last <= first:
-            return None
-        return later_tokens / (last - first)
+        request = self.request
+        return decode_rate(request.num_generated_tokens, request.first_token_s, self.last_token_s)
 
     def _take_event(self, finish_reason: FinishReason | None = None) -> Event:
         text, ids = "".join(self._new_text), tuple(self._new_ids)

@@ -54,6 +54,19 @@ class RequestMetrics:
     preemptions: int = 0
 
 
+def decode_rate(num_tokens: int, first_s: float | None, last_s: float | None) -> float | None:
+    """Tokens after the first, per second; None below two tokens, or as long as no time has passed.
+
+    Args:
+        num_tokens: all that have come.
+        first_s: when the first came; None before it.
+        last_s: when the last came, or what the time is now, on the same clock.
+    """
+    if first_s is None or last_s is None or num_tokens < 2 or last_s <= first_s:
+        return None
+    return (num_tokens - 1) / (last_s - first_s)
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The whole of a finished request."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress, islice
 
+from nanochat.engine.outputs import decode_rate
 from nanochat.engine.request import Request, RequestStatus
 from nanochat.engine.scheduler import Scheduler, StepPlan
 from nanochat.engine.stats import (
@@ -120,10 +121,6 @@ def _row(request: Request, now_s: float) -> RequestRow:
     prefill_total = request.num_tokens
     decoding = request.num_generated_tokens > 0 and request.num_computed_tokens >= prefill_total - 1
     first = request.first_token_s
-    later_tokens = request.num_generated_tokens - 1
-    rate = (
-        later_tokens / (now_s - first) if first is not None and later_tokens > 0 and now_s > first else None
-    )
     return RequestRow(
         request_id=request.request_id,
         state=_state(request, decoding),
@@ -136,7 +133,7 @@ def _row(request: Request, now_s: float) -> RequestRow:
         preemptions=request.num_preemptions,
         blocks=len(request.block_table),
         ttft_s=first - request.arrival_s if first is not None else None,
-        decode_tok_s=rate,
+        decode_tok_s=decode_rate(request.num_generated_tokens, first, now_s),
     )
 
 

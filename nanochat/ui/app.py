@@ -48,6 +48,7 @@ from nanochat.ui.textual_private import (
     has_left_terminal,
     let_alt_digits_through,
     let_pastes_be_pastes,
+    let_single_timers_come,
     let_text_have_no_room,
     retake_terminal,
     write_to_terminal,
@@ -100,6 +101,7 @@ class NanochatApp(App[None]):
         let_alt_digits_through()
         let_pastes_be_pastes()
         let_text_have_no_room()
+        let_single_timers_come()
         self.actions = actions
         self.look = look or AppSettings()
         self.presets = dict(presets or {})

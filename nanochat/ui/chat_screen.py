@@ -246,8 +246,7 @@ class ChatScreen(PaneScreen):
     def poll_soon(self, delay_s: float = MIN_POLL_S) -> None:
         """Look for what has come from the backend after this long at most, and go on as long as any chat answers.
 
-        By the event loop's own timer: one of Textual's that fires once is lost if its thread, just when the
-        timer starts, has to wait for longer than its time.
+        By the event loop's own timer, which knows when it fires.
         """
         loop = asyncio.get_running_loop()
         if self._next_poll is not None:

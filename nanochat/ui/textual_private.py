@@ -18,6 +18,7 @@ from textual.geometry import Region, Size
 from textual.message import Message
 from textual.screen import Screen
 from textual.strip import Strip
+from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import TextArea
 
@@ -25,6 +26,7 @@ from nanochat.ui.paste_guard import PasteGuard, show
 
 _AltDigit = Enum("_AltDigit", {f"ALT_{digit}": f"alt+{digit}" for digit in range(10)})  # type: ignore[misc]
 _WRAP = Content._wrap_and_format
+_INIT_TIMER = Timer.__init__
 _FEED = XTermParser.feed
 _KEYS: dict[str, Any] = ANSI_SEQUENCES_KEYS  # type: ignore[assignment]
 
@@ -71,6 +73,22 @@ def let_text_have_no_room() -> None:
 
 def _wrap_into_one_column_at_least(content: Content, width: int, *args: Any, **options: Any) -> Any:
     return _WRAP(content, max(1, width), *args, **options)
+
+
+def let_single_timers_come() -> None:
+    """Have a timer that fires once fire, however late.
+
+    Textual leaves out the ticks whose time has passed. Where its thread has to wait for longer than the timer's time
+    between two of its lines, on a machine that has more to do, that is the only one: a notice stayed for ever, and
+    drafts were saved no more.
+    """
+    Timer.__init__ = _init_timer  # type: ignore[method-assign,assignment]
+
+
+def _init_timer(timer: Timer, *args: Any, **options: Any) -> None:
+    if options.get("repeat") == 0:
+        options["skip"] = False
+    _INIT_TIMER(timer, *args, **options)
 
 
 def write_to_terminal(app: App[Any], sequence: str) -> None:

@@ -323,3 +323,15 @@ def test_both_are_backends(backend: RemoteBackend) -> None:
     assert isinstance(backend.start(turn_of("Hi")), Started)
     assert backend.block_map() is None
     backend.forget(1)
+
+
+def test_a_closed_chat_leaves_nothing_behind_though_its_answer_ends_later(
+    server: FakeServer, backend: RemoteBackend
+) -> None:
+    server.chat = [say("a", "b", pause_s=0.05)]
+    turn = turn_of("Hi")
+    handle = backend.start(turn).handle
+    backend.forget(turn.chat_id)
+    handle.result(30)
+    answer(backend, "another")  # its loop has come past the first one's end
+    assert turn.chat_id not in backend._contexts

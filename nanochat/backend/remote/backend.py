@@ -25,7 +25,7 @@ from nanochat.backend.remote.metrics import read_page
 from nanochat.backend.remote.models import ServedModel, choose, served_models
 from nanochat.backend.remote.monitor import Monitor, OwnFigures
 from nanochat.backend.remote.request import REASONING_TAGS, adapted, num_characters, request_of
-from nanochat.backend.remote.stream import Answer
+from nanochat.backend.remote.stream import Answer, ChatContext
 from nanochat.backend.remote.whole import whole_answer
 from nanochat.backend.stats import BackendStats
 from nanochat.engine.config import SamplingParams
@@ -66,8 +66,8 @@ class RemoteBackend:
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._answers: dict[int, Answer] = {}
-        self._contexts: dict[int, int] = {}
-        """Tokens of each chat after its last answer."""
+        self._contexts: dict[int, ChatContext] = {}
+        """By chat id. Answers hold their own, so that what ends after its chat was closed brings none back."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """Of the answers, by request id; event loop only, as is the next."""
         self._running: set[asyncio.Task[Any]] = set()
@@ -102,7 +102,8 @@ class RemoteBackend:
         SamplingParams(**turn.sampling)
         request = request_of(turn, self._model.id)
         handle = RemoteHandle(next(self._ids), self._cancel)
-        answer = Answer(handle, self._contexts.get(turn.chat_id, 0), self._own.tokens)
+        context = self._contexts.setdefault(turn.chat_id, ChatContext())
+        answer = Answer(handle, context, self._own.tokens)
         with self._lock:
             if self._is_closed:
                 raise EngineClosed(f"The connection to {self._explain.place} has been closed.")
@@ -216,7 +217,7 @@ class RemoteBackend:
             self._end(answer)
         usage = answer.usage
         if usage is not None:
-            self._contexts[turn.chat_id] = usage[0] + usage[2]
+            answer.context.num_tokens = usage[0] + usage[2]
 
     async def _stream(self, answer: Answer, request: dict[str, Any]) -> None:
         for _ in range(MAX_ADAPTIONS + 1):

@@ -12,7 +12,7 @@ from typing import Any
 
 from nanochat.backend.remote.handle import RemoteHandle
 from nanochat.backend.remote.request import REASONING_TAGS
-from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput
+from nanochat.engine.outputs import Event, RequestMetrics, RequestOutput, decode_rate
 from nanochat.engine.request import FinishReason
 from nanochat.engine.stats import RequestRow
 from nanochat.sanitize import encodable
@@ -26,12 +26,20 @@ _BROKEN = frozenset({"abort", "error"})
 
 
 @dataclass(slots=True)
+class ChatContext:
+    """What is known of a chat's context."""
+
+    num_tokens: int = 0
+    """After its last answer, as the server told."""
+
+
+@dataclass(slots=True)
 class Answer:
     """What has come so far. Changed on the event loop only; rows may be read from any thread."""
 
     handle: RemoteHandle
-    context_before: int = 0
-    """Tokens of the chat before this turn, as far as they are known."""
+    context: ChatContext = field(default_factory=ChatContext)
+    """Of its chat."""
     report: Callable[[int, float], object] = lambda tokens, now_s: None
     """Called with every piece's number of tokens and the time."""
     started_s: float = field(default_factory=time.monotonic)
@@ -106,13 +114,13 @@ class Answer:
             prompt_tokens=0,
             prefill_done=0,
             prefill_total=0,
-            context_tokens=self.context_before + self.num_tokens,
+            context_tokens=self.context.num_tokens + self.num_tokens,
             generated_tokens=self.num_tokens,
             cached_tokens=0,
             preemptions=0,
             blocks=0,
             ttft_s=None if self.first_s is None else self.first_s - self.started_s,
-            decode_tok_s=self._rate(self.num_tokens),
+            decode_tok_s=decode_rate(self.num_tokens, self.first_s, self.last_s),
         )
 
     def _say(self, text: str) -> None:
@@ -146,14 +154,8 @@ class Answer:
             cached_tokens=min(cached, prompt),
             completion_tokens=completion,
             ttft_s=None if self.first_s is None else self.first_s - self.started_s,
-            decode_tok_s=self._rate(completion),
+            decode_tok_s=decode_rate(completion, self.first_s, self.last_s),
         )
-
-    def _rate(self, tokens: int) -> float | None:
-        """Tokens after the first, per second."""
-        if self.first_s is None or tokens < 2 or self.last_s <= self.first_s:
-            return None
-        return (tokens - 1) / (self.last_s - self.first_s)
 
 
 def _text(delta: Any, name: str) -> str:
