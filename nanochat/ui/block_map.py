@@ -5,8 +5,9 @@ Pure functions from the engine's block map to cells and to text.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 from textual.content import Content, Span
@@ -42,24 +43,37 @@ def cells(
     In a group, a block in use outweighs cached ones, and a cached one outweighs free ones: a short chat
     in a large cache must still be seen.
     """
-    size = group_size(len(block_map.owner), num_cells)
-    shared = sorted(block_map.shared)
-    shared_groups = {block // size for block in shared}
-    lost_groups = {block // size for block in lost}
+    owner = block_map.owner
+    size = group_size(len(owner), num_cells)
+    made: dict[tuple[Kind, int | None], Cell] = {}
+    """Equal cells are one object, and equal groups are looked at once: this runs several times a second."""
+
+    def cell(kind: Kind, slot: int | None = None) -> Cell:
+        return made.setdefault((kind, slot), Cell(kind, slot))
+
+    known: dict[tuple[int, ...], Cell] = {}
     found = []
-    for index, start in enumerate(range(0, len(block_map.owner), size)):
-        group = block_map.owner[start : start + size]
-        owners = set(group)
-        users = [owner for owner in owners if owner not in (FREE, CACHED)]
-        if index in lost_groups:
-            found.append(Cell("lost"))
-        elif users:
-            owner = max(users, key=lambda user: (group.count(user), -user))
-            kind: Kind = "shared" if index in shared_groups else "owned"
-            found.append(Cell(kind, slots.get(owner)))
-        else:
-            found.append(Cell("cached" if CACHED in owners else "free"))
+    for start in range(0, len(owner), size):
+        group = owner[start : start + size]
+        if (kept := known.get(group)) is None:
+            kept = known[group] = cell(*_use(group, slots))
+        found.append(kept)
+    for index in {block // size for block in block_map.shared}:
+        if found[index].kind == "owned":
+            found[index] = cell("shared", found[index].slot)
+    for index in {block // size for block in lost}:
+        if index < len(found):  # another model's cache may be smaller
+            found[index] = cell("lost")
     return found
+
+
+def _use(group: tuple[int, ...], slots: Mapping[int, int]) -> tuple[Kind, int | None]:
+    """What most of the blocks are used for, and by whom."""
+    owners = set(group)
+    users = [owner for owner in owners if owner not in (FREE, CACHED)]
+    if users:
+        return "owned", slots.get(max(users, key=lambda user: (group.count(user), -user)))
+    return ("cached" if CACHED in owners else "free"), None
 
 
 def draw(found: Sequence[Cell], width: int, numbers: Mapping[int, int] | None = None) -> list[Content]:
@@ -77,17 +91,15 @@ def _glyph(cell: Cell, numbers: Mapping[int, int]) -> str:
 
 
 def _row(row: Sequence[Cell], numbers: Mapping[int, int]) -> Content:
-    text = "".join(_glyph(cell, numbers) for cell in row)
-    spans = [Span(start, end, _style(row[start])) for start, end in _runs(row)]
-    return Content(text, spans)
-
-
-def _runs(row: Sequence[Cell]) -> Iterator[tuple[int, int]]:
+    text: list[str] = []
+    spans: list[Span] = []
     start = 0
-    for index in range(1, len(row) + 1):
-        if index == len(row) or row[index] != row[start]:
-            yield start, index
-            start = index
+    for cell, run in groupby(row):
+        end = start + len(list(run))
+        text.append(_glyph(cell, numbers) * (end - start))
+        spans.append(Span(start, end, _style(cell)))
+        start = end
+    return Content("".join(text), spans)
 
 
 def _style(cell: Cell) -> str:

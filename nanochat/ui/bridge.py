@@ -27,13 +27,13 @@ from nanochat.ui.restoring import joined_outputs
 
 logger = logging.getLogger(__name__)
 
-MAX_DELTA_INTERVAL_S = 0.18
+MAX_DELTA_INTERVAL_S = 0.09
 """However slowly a chat draws, its text is passed on this often."""
 UNSEEN_INTERVAL_S = 0.5
 """A chat out of view draws nothing; its text is passed on this often, in time for being saved within a second."""
-COST_FACTOR = 20.0
-"""A chat whose last text took t to draw gets the next one no sooner than this times t later: drawing takes at most a
-twentieth of the time, which a CPU's engine would miss, as long as a drawing takes under 9 ms."""
+COST_FACTOR = 25.0
+"""A chat whose last text took t of processor time gets the next one no sooner than this times t later: drawing takes at
+most a 25th of the time, which a CPU's engine would miss, as long as a drawing takes under 4 ms."""
 
 
 @dataclass
@@ -58,13 +58,20 @@ class AnswerRefused(TextualMessage):
     offer: DropOffer | None = None
 
 
-@dataclass
-class AnswerGrew(TextualMessage, bubble=False):
-    """New sanitised text, and how many tokens it came from."""
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """New sanitised text of a chat, and how many tokens it came from."""
 
     chat_id: int
     text: str
     num_tokens: int
+
+
+@dataclass
+class AnswersGrew(TextualMessage, bubble=False):
+    """New text of one or more chats: one message for all that has come at a time."""
+
+    grown: list[Grown]
 
 
 @dataclass
@@ -80,9 +87,18 @@ class _Live:
     handle: AnswerHandle
     sanitizer: Sanitizer
     partial: RequestOutput | None
+    passed_on_s: float = 0.0
+    """When its last text was passed on."""
     not_before_s: float = 0.0
+    rest_s: float | None = 0.0
+    """How long after one text the next is passed on; None: at the moments for all chats out of view."""
     is_stopped: bool = False
     """Its end is waited for."""
+
+    def begin_rest(self, now_s: float) -> None:
+        """A text is passed on now."""
+        rest_s = UNSEEN_INTERVAL_S - now_s % UNSEEN_INTERVAL_S if self.rest_s is None else self.rest_s
+        self.passed_on_s, self.not_before_s = now_s, now_s + rest_s
 
 
 class Bridge:
@@ -176,22 +192,22 @@ class Bridge:
     def poll(self, now_s: float | None = None) -> None:
         """Post what has come since the last call. ``now_s``: the monotonic clock."""
         now_s = time.monotonic() if now_s is None else now_s
+        grown: list[Grown] = []
+        ended: list[TextualMessage] = []
         for chat_id, live in list(self._live.items()):
             is_done = live.handle.done  # before poll: nothing comes after the end
             if now_s < live.not_before_s and not is_done:
                 continue
             if text := self._take(chat_id, live):
-                self._post(text)
+                grown.append(text)
+                live.begin_rest(now_s)
             if is_done:
                 del self._live[chat_id]
-                try:
-                    output = live.handle.result(timeout=0)
-                except NanochatError as error:
-                    self._post(_refusal(chat_id, error))
-                    continue
-                if live.partial is not None:
-                    output = joined_outputs(live.partial, output)
-                self._post(AnswerEnded(chat_id, output))
+                ended.append(_ending(chat_id, live))
+        if grown:
+            self._post(AnswersGrew(grown))
+        for message in ended:
+            self._post(message)
 
     def rest_s(self, now_s: float | None = None) -> float:
         """Seconds until anything of any chat may be passed on; 0 or less: it may be now."""
@@ -199,7 +215,7 @@ class Bridge:
         times = (now_s if live.is_stopped else live.not_before_s for live in self._live.values())
         return min(times, default=now_s) - now_s
 
-    def _take(self, chat_id: int, live: _Live) -> AnswerGrew | None:
+    def _take(self, chat_id: int, live: _Live) -> Grown | None:
         events = live.handle.poll()
         if not events:
             return None
@@ -207,20 +223,18 @@ class Bridge:
         token_ids = [token_id for event in events for token_id in event.token_ids]
         num_tokens = sum(event.num_tokens for event in events)
         self._keep(chat_id, raw, token_ids)
-        return AnswerGrew(chat_id, live.sanitizer.feed(raw), num_tokens)
+        return Grown(chat_id, live.sanitizer.feed(raw), num_tokens)
 
     def report_cost(self, chat_id: int, cost_s: float | None, now_s: float | None = None) -> None:
-        """Drawing the chat's last text took this long; slow drawing gets fewer, larger deltas.
+        """Showing the chat's texts takes so much processor time each; dear ones come seldom, and more at once.
 
-        ``cost_s`` None: the chat is out of view.
+        Args:
+            cost_s: None: the chat is out of view.
+            now_s: when its last text was passed on, if not by :meth:`poll`.
         """
         if (live := self._live.get(chat_id)) is not None:
-            now_s = time.monotonic() if now_s is None else now_s
-            if cost_s is None:  # chats out of view all at the same moments
-                rest_s = UNSEEN_INTERVAL_S - now_s % UNSEEN_INTERVAL_S
-            else:
-                rest_s = min(MAX_DELTA_INTERVAL_S, COST_FACTOR * cost_s)
-            live.not_before_s = now_s + rest_s
+            live.rest_s = None if cost_s is None else min(MAX_DELTA_INTERVAL_S, COST_FACTOR * cost_s)
+            live.begin_rest(live.passed_on_s if now_s is None else now_s)
 
     def stop_all(self) -> None:
         """End every request. What has come until now is kept; nobody is told any more."""
@@ -263,3 +277,11 @@ class Bridge:
 
 def _refusal(chat_id: int, error: NanochatError) -> AnswerRefused:
     return AnswerRefused(chat_id, str(error), error.offer if isinstance(error, Refused) else None)
+
+
+def _ending(chat_id: int, live: _Live) -> TextualMessage:
+    try:
+        output = live.handle.result(timeout=0)
+    except NanochatError as error:
+        return _refusal(chat_id, error)
+    return AnswerEnded(chat_id, output if live.partial is None else joined_outputs(live.partial, output))

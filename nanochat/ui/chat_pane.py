@@ -5,8 +5,6 @@ Shows what a :class:`Chat` holds and changes nothing in it; what the user asks f
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from textual.app import ComposeResult
@@ -147,18 +145,14 @@ class ChatPane(BlankVertical):
         """A note was added at the end."""
         self._transcript.show_note(note)
 
-    def grow(self, report_cost: Callable[[float | None], None]) -> None:
-        """The live answer has more text; a hidden pane draws it when it is shown, and reports None."""
+    def grow(self) -> bool:
+        """The live answer has more text; returns whether it is seen. A hidden pane draws it when it is shown."""
         if not self.is_shown:
             self._is_stale = True
-            report_cost(None)
-            return
-        answer = self._live_answer()
-        if answer is None:
-            return
-        started_s = time.monotonic()
-        answer.show_text()
-        self.call_after_refresh(lambda: report_cost(time.monotonic() - started_s))
+            return False
+        if (answer := self._live_answer()) is not None:
+            answer.show_text()
+        return True
 
     def update_live(self) -> None:
         """The live answer's state or rate has changed."""

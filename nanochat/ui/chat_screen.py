@@ -18,7 +18,7 @@ from nanochat.backend.interface import DropOffer
 from nanochat.sanitize import sanitize, sanitize_line
 from nanochat.ui import formatting as fmt
 from nanochat.ui.archive import Archive, HistoryOpened
-from nanochat.ui.bridge import AnswerEnded, AnswerGrew, AnswerRefused, AnswerStarted, Bridge
+from nanochat.ui.bridge import AnswerEnded, AnswerRefused, AnswersGrew, AnswerStarted, Bridge
 from nanochat.ui.chat import Chat, Phase
 from nanochat.ui.chrome import LoadState, Welcome, is_over_server, ways_out
 from nanochat.ui.pane_screen import PaneScreen
@@ -67,6 +67,8 @@ class ChatScreen(PaneScreen):
         self._next_poll: asyncio.TimerHandle | None = None
         self._shown_s = 0.0
         """When statistics were last shown, by the monotonic clock."""
+        self._cpu_s = 0.0
+        """Processor time of this thread when text in view last grew."""
         self._idle_timer: Timer | None = None
         """For a backend whose figures change also while no chat here answers."""
 
@@ -179,14 +181,28 @@ class ChatScreen(PaneScreen):
         self.poll_soon()
         self.show_stats()
 
-    def on_answer_grew(self, event: AnswerGrew) -> None:
-        chat, bridge = self.workspace.find(event.chat_id), self.bridge
-        if bridge is not None and chat is not None and chat.live is not None:
-            chat.live.answer.append(event.text, event.num_tokens)
-            pane = self.pane(chat)
-            pane.grow(lambda cost_s: bridge.report_cost(event.chat_id, cost_s))
-            if pane.is_shown and time.monotonic() - self._shown_s >= MIN_STATS_S:
-                self.show_stats()
+    def on_answers_grew(self, event: AnswersGrew) -> None:
+        bridge = self.bridge
+        if bridge is None:
+            return
+        seen: list[Chat] = []
+        for grown in event.grown:
+            chat = self.workspace.find(grown.chat_id)
+            if chat is None or chat.live is None:
+                continue
+            chat.live.answer.append(grown.text, grown.num_tokens)
+            if self.pane(chat).grow():
+                seen.append(chat)
+            else:
+                bridge.report_cost(chat.id, None)
+        if seen and time.monotonic() - self._shown_s >= MIN_STATS_S:
+            self.show_stats()
+        # All that this thread has done since the last text in view: also drawing it, and what else is shown.
+        cpu_s = time.thread_time()
+        for chat in seen:
+            bridge.report_cost(chat.id, cpu_s - self._cpu_s)
+        if seen:
+            self._cpu_s = cpu_s
 
     def on_answer_ended(self, event: AnswerEnded) -> None:
         chat = self.workspace.find(event.chat_id)
