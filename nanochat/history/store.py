@@ -180,18 +180,21 @@ class History:
             max(0, dropped_turns),
         )
 
-    def delete_chat(self, chat_id: int) -> None:
-        """Delete a chat with all its messages; waits for the disk.
+    def delete_chat(self, chat_id: int, *, wait: bool = True) -> None:
+        """Delete a chat with all its messages.
 
         Raises:
-            HistoryError: another process has it open in a tab, or it can't be deleted now.
+            HistoryError: another process has it open, or it can't be deleted now. Not if it needn't ``wait``.
         """
 
         def delete(connection: sqlite3.Connection) -> None:
             alive = filter(self._sessions.is_alive, self._sessions.others(connection))
             changes.delete_chat(connection, chat_id, alive)
 
-        self._writer.call(delete, WAIT_S)
+        if wait:
+            self._writer.call(delete, WAIT_S)
+        else:
+            self._writer.submit(delete)
 
     def clear_chat(self, chat_id: int) -> None:
         """Delete all messages of a chat and keep the chat."""

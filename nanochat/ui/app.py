@@ -34,9 +34,10 @@ from nanochat.stray_output import log_file
 from nanochat.ui import clipboard
 from nanochat.ui import formatting as fmt
 from nanochat.ui.actions import ACTIONS, Action, bindings, chosen_actions, find
-from nanochat.ui.archive import Archive, HistoryOpened, HistoryTroubled
+from nanochat.ui.archive import Archive, HistoryTroubled
 from nanochat.ui.bridge import Bridge
 from nanochat.ui.chrome import LoadState
+from nanochat.ui.history_opening import HistoryOpened
 from nanochat.ui.loader import BackendReady, Loader, LoadFailed, LoadProgressed
 from nanochat.ui.main_screen import MainScreen
 from nanochat.ui.palette import ActionsProvider
@@ -65,7 +66,9 @@ LOAD_WAIT_S = 0.3
 RELEASE_S = 3600.0
 """Another model is loaded when the last step of the one before is over, or after so long."""
 CLOSE_WAIT_S = 1.0
-"""On leaving, the backend is waited for this long."""
+"""On leaving, the backend and the disk are waited for this long."""
+SAVE_GRACE_S = 0.5
+"""And so much longer for word of what the disk has not taken by then."""
 
 
 class NanochatApp(App[None]):
@@ -162,6 +165,7 @@ class NanochatApp(App[None]):
             self._tell_of_history(f"{event.problem} Until then, chats are kept in memory only.")
 
     def on_history_troubled(self, event: HistoryTroubled) -> None:
+        self._archive.heard(event)
         self.main_screen.show_saved()
         if event.problem is not None:
             self._tell_of_history(event.problem)
@@ -209,7 +213,11 @@ class NanochatApp(App[None]):
     def on_backend_ready(self, event: BackendReady) -> None:
         self._config_before = None
         self._bridge = Bridge(
-            event.backend, self._sampling, self.main_screen.post_message, self._archive.grew
+            event.backend,
+            self._sampling,
+            self.main_screen.post_message,
+            self._archive.grew,
+            self._archive.came_to_end,
         )
         self.main_screen.start(self._bridge)
 
@@ -308,6 +316,9 @@ class NanochatApp(App[None]):
             thread.start()
         for thread in threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
+        threads[0].join(SAVE_GRACE_S)
+        if threads[0].is_alive():
+            self.unsaved = "Your chats may not be saved: the disk didn't answer in time."
         return self._loader.is_idle and not any(thread.is_alive() for thread in threads)
 
     def _save(self) -> None:
@@ -360,10 +371,11 @@ def run_app(config: BackendConfig, *, system: str | None = None, settings: Setti
         app.run()
         is_closed = app.close_engine()
     status = app.return_code or 0
+    if app.unsaved is not None:
+        with suppress(OSError):  # the terminal may be gone
+            print(f"nanochat: {sanitize_line(app.unsaved, 2_000)}", file=sys.stderr, flush=True)
     if app.signals.status is not None:
         return _end(app.signals.status, is_closed)
-    if app.unsaved is not None:
-        print(f"nanochat: {sanitize_line(app.unsaved, 2_000)}", file=sys.stderr)
     if app.load_error is not None:
         print(f"nanochat: {app.load_error}", file=sys.stderr)
     elif status:

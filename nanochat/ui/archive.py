@@ -8,8 +8,8 @@ the UI thread wait. Knows nothing of widgets.
 
 from __future__ import annotations
 
-import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,23 +21,13 @@ from textual.message import Message as TextualMessage
 from nanochat.engine.outputs import RequestMetrics, RequestOutput
 from nanochat.errors import HistoryError
 from nanochat.history import History
+from nanochat.ui import history_reading
 from nanochat.ui.chat import Chat, Message
-from nanochat.ui.restoring import metrics_of, restored_chat, settings_of
-
-logger = logging.getLogger(__name__)
+from nanochat.ui.early import EarlyChats
+from nanochat.ui.history_opening import HistoryOpened, Opening
+from nanochat.ui.restoring import metrics_of, settings_of
 
 T = TypeVar("T")
-
-
-@dataclass
-class HistoryOpened(TextualMessage):
-    """The history can be used. ``problem``, a sentence: it is in memory only, or there is none, and why."""
-
-    history: History | None
-    tabs: list[Chat]
-    """The last session's."""
-    in_view: Chat | None
-    problem: str | None
 
 
 @dataclass
@@ -54,6 +44,8 @@ class _Live:
     message: Message
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    output: RequestOutput | None = None
+    """Its end, once that has come from the backend; the app may not have taken it yet."""
 
 
 class Archive:
@@ -61,10 +53,12 @@ class Archive:
 
     def __init__(self, file: Path | None, post: Callable[[TextualMessage], object]) -> None:
         """``file`` None: in memory only. ``post`` must be thread-safe."""
-        self._file = file
         self._post = post
         self._history: History | None = None
         self._live: dict[int, _Live] = {}
+        self._early = EarlyChats()
+        self._unheard: list[str] = []
+        """Problems that the app has been sent and not taken yet."""
         self._is_stand_in = False
         """Whether the history is one in memory because the file can't be used."""
         self._saved: dict[int, tuple[object, ...]] = {}
@@ -73,8 +67,10 @@ class Archive:
         """What stands in prompts, by the chat's id, as it was last saved; empty ones are left out."""
         self.model = ""
         """What answers are given by, once that is known."""
-        self._is_closing = threading.Event()
-        self._opening = threading.Thread(target=self._open, name="nanochat-history-open", daemon=True)
+        self._lock = threading.Lock()
+        """Held while the history comes and while it goes."""
+        self._is_closed = False
+        self._opening = Opening(file, self._report, post)
 
     @property
     def history(self) -> History | None:
@@ -88,13 +84,34 @@ class Archive:
 
     def open(self) -> None:
         """Begin to open the history; :class:`HistoryOpened` follows."""
-        self._opening.start()
+        self._opening.begin()
 
     def adopt(self, event: HistoryOpened) -> None:
-        """From now on, changes are saved there."""
+        """From now on, changes are saved there; first, what has been said and written meanwhile."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._take_over(event)
+            self._save_early()
+
+    def _take_over(self, event: HistoryOpened) -> None:
         self._history, self._is_stand_in = event.history, event.problem is not None
         for chat in event.tabs:
             self.loaded(chat)
+
+    def _save_early(self) -> list[Chat]:
+        """Returns the chats that have a tab."""
+        early = self._early.take()
+        for one in early:
+            self.keep(one.chat)
+            if one.is_open:
+                self.keep_draft(one.chat, one.draft)
+        return [one.chat for one in early if one.is_open]
+
+    def heard(self, event: HistoryTroubled) -> None:
+        """The app has taken it, and tells the user."""
+        with suppress(ValueError):  # it has ended meanwhile
+            self._unheard.remove(event.problem or "")
 
     def loaded(self, chat: Chat) -> None:
         """The chat was read from the history, and is open now."""
@@ -106,23 +123,47 @@ class Archive:
         """Save what isn't; answers under way count as interrupted. May be called on any thread.
 
         Returns:
-            None; or a sentence if something could not be saved in time.
+            None; or a sentence if something could not be saved in time, or a problem has come that the app never
+            took.
         """
-        self._is_closing.set()
-        history, self._history = self._history, None
-        if history is None:
-            return None
+        end_s = time.monotonic() + timeout_s
+        with self._lock:
+            if self._is_closed:
+                return None
+            self._is_closed = True
+            problem = None if self._history is not None else self._adopt_late(timeout_s)
+            for live in self._live.values():
+                if live.output is not None:
+                    self._end(live, live.output)
+            history, self._history = self._history, None
         try:
-            history.close(timeout_s)
+            if history is not None:
+                history.close(max(0.0, end_s - time.monotonic()))
         except HistoryError as error:
-            return str(error)
-        return None
+            problem = problem or str(error)
+        said = [problem] if problem is not None else []
+        said += [told for told in dict.fromkeys(self._unheard) if problem is None or told not in problem]
+        return " ".join(said) or None
+
+    def _adopt_late(self, timeout_s: float) -> str | None:
+        """The app ends before it could take the history: save what there is; a sentence if that is lost."""
+        have_text = self._early.have_text
+        opened = self._opening.take(timeout_s)
+        if opened is not None and opened.problem is None:
+            for live in self._live.values():  # not begun in the history yet, so it is saved as a whole
+                live.message.output = live.output
+            self._take_over(opened)
+            if chats := self._save_early():
+                self.save_tabs([*opened.tabs, *chats], opened.in_view or chats[0])
+            return None
+        why = "The chat history was not open yet." if opened is None else opened.problem
+        return f"Your chats could not be saved. {why}" if have_text else None
 
     # Changes
 
     def keep(self, chat: Chat) -> None:
         """Save a chat as it is now. A chat is created when it has its first message or draft."""
-        if (message := chat.live) is not None:
+        if (message := chat.live) is not None and message.output is None:
             if chat.id not in self._live:
                 self._live[chat.id] = live = _Live(message)
                 if message.partial is not None:
@@ -130,6 +171,8 @@ class Archive:
                     live.token_ids += message.partial.token_ids
             if message.store_id is not None:
                 self._do(lambda history: history.resume_answer(_id(message), message.model))
+        if self._history is None:
+            self._early.said(chat)
         self._do(lambda history: self._keep(history, chat))
 
     def configure(self, chat: Chat) -> None:
@@ -157,6 +200,11 @@ class Archive:
         if live.message.store_id is not None:
             self._do(lambda history: history.grow_answer(_id(live.message), text, token_ids))
 
+    def came_to_end(self, chat_id: int, output: RequestOutput) -> None:
+        """The chat's live answer is complete; the app will take its end, unless it ends before that."""
+        if (live := self._live.get(chat_id)) is not None:
+            live.output = output
+
     def ended(self, chat: Chat, message: Message) -> None:
         """An answer has its output."""
         self._live.pop(chat.id, None)
@@ -169,11 +217,20 @@ class Archive:
         self._forget_draft(chat)
         live = self._live.pop(chat.id, None)
         self._saved.pop(chat.id, None)
-        if live is not None and live.message.store_id is not None:
+        if live is not None:
             metrics = RequestMetrics(completion_tokens=len(live.token_ids))
             text = "".join(live.texts)
-            output = RequestOutput(text, live.token_ids, "cancelled", None, None, metrics)
+            self._end(
+                live, live.output or RequestOutput(text, live.token_ids, "cancelled", None, None, metrics)
+            )
+        self._early.left(chat)
+
+    def _end(self, live: _Live, output: RequestOutput) -> None:
+        """An answer ends that no tab shows any more."""
+        if live.message.store_id is not None:
             self._do(lambda history: _finish(history, live.message, output))
+        else:
+            live.message.output = output
 
     def withdrew(self, chat: Chat, gone: Message | None) -> None:
         """An answer could not start; ``gone`` is what was taken back with it."""
@@ -191,8 +248,10 @@ class Archive:
 
         Costs next to nothing if it is what was saved last.
         """
-        history = self._history
-        if history is None or self._drafts.get(chat.id, "") == text:
+        if self._history is None:
+            self._early.wrote(chat, text)
+            return False
+        if self._drafts.get(chat.id, "") == text:
             return False
         if not text.strip():
             self._forget_draft(chat)
@@ -246,13 +305,9 @@ class Archive:
 
     def delete(self, chat: Chat) -> None:
         """Delete a chat whose tab is closed; if it can't be deleted, :class:`HistoryTroubled` says why."""
+        self._early.delete(chat)
         if (chat_id := chat.store_id) is not None:
-
-            def done(result: HistoryError | None) -> None:
-                if result is not None:
-                    self._post(HistoryTroubled(str(result)))
-
-            self.read(lambda history: history.delete_chat(chat_id), done)
+            self._do(lambda history: history.delete_chat(chat_id, wait=False))
 
     def save_tabs(self, chats: Sequence[Chat], in_view: Chat) -> None:
         """These are the open tabs, in this order."""
@@ -268,20 +323,7 @@ class Archive:
 
         Until the history is open, and once it is closed, ``done`` gets an error at once.
         """
-        history = self._history
-
-        def run() -> None:
-            result: T | HistoryError
-            try:
-                if history is None:
-                    raise HistoryError("The chat history isn't open yet; try again in a moment.")
-                result = ask(history)
-            except Exception as error:  # whatever it is, who waits for the result must hear of it
-                result = HistoryError(_sentence(error))
-            if done is not None:
-                done(result)
-
-        threading.Thread(target=run, name="nanochat-history-read", daemon=True).start()
+        history_reading.read(self._history, ask, done)
 
     # Parts
 
@@ -292,7 +334,7 @@ class Archive:
         try:
             change(history)
         except HistoryError as error:
-            self._post(HistoryTroubled(str(error)))
+            self._report(error)
 
     def _keep(self, history: History, chat: Chat) -> None:
         if chat.store_id is None:
@@ -328,45 +370,12 @@ class Archive:
         elif (live := self._live.get(chat.id)) is not None and live.texts:
             history.grow_answer(message.store_id, "".join(live.texts), live.token_ids)
 
-    def _open(self) -> None:
-        try:
-            opened = self._restored(History(self._file, report=self._report))
-        except Exception as error:
-            opened = HistoryOpened(_in_memory(), [], None, _sentence(error))
-        self._post(opened)
-        if self._is_closing.is_set() and opened.history is not None:  # nobody will take it
-            opened.history.close()
-
-    def _restored(self, history: History) -> HistoryOpened:
-        opened = HistoryOpened(history, [], None, None)
-        try:
-            for record in history.restore_tabs():
-                chat = restored_chat(record, history.tree(record.id))
-                opened.tabs.append(chat)
-                if record.is_in_view:
-                    opened.in_view = chat
-        except BaseException:
-            with suppress(HistoryError):
-                history.close(0)
-            raise
-        return opened
-
     def _report(self, problem: HistoryError | None) -> None:
+        if problem is None:
+            self._unheard.clear()
+        else:
+            self._unheard.append(str(problem))
         self._post(HistoryTroubled(None if problem is None else str(problem)))
-
-
-def _in_memory() -> History | None:
-    try:
-        return History(None)
-    except HistoryError:  # this SQLite lacks what any history needs
-        return None
-
-
-def _sentence(error: Exception) -> str:
-    if not isinstance(error, HistoryError):
-        logger.error("using the history failed", exc_info=error)
-        return f"The chat history can't be used because of an internal error ({type(error).__name__})."
-    return str(error)
 
 
 def _settings(chat: Chat) -> tuple[object, ...]:

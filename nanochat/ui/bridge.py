@@ -110,6 +110,7 @@ class Bridge:
         sampling: Mapping[str, Any],
         post: Callable[[TextualMessage], object],
         keep: Callable[[int, str, Sequence[int]], object] = lambda chat_id, text, token_ids: None,
+        keep_end: Callable[[int, RequestOutput], object] = lambda chat_id, output: None,
     ) -> None:
         """Connect a backend with the app.
 
@@ -118,11 +119,13 @@ class Bridge:
             post: must be thread-safe.
             keep: called on the UI thread with each chat's id, its new text as the model wrote it, and the
                 text's ids, as soon as they are known.
+            keep_end: called there with each chat's id and its whole answer, as soon as that has ended.
         """
         self.backend = backend
         self._sampling = dict(sampling)
         self._post = post
         self._keep = keep
+        self._keep_end = keep_end
         self._live: dict[int, _Live] = {}
         self._prompts: queue.SimpleQueue[Turn | int | None] = queue.SimpleQueue()
         """Turns to submit, ids of chats to forget, and the end; in the order in which they came."""
@@ -181,8 +184,7 @@ class Bridge:
     def forget(self, chat_id: int) -> None:
         """The chat was closed: end its answer, of which what has come is kept, and drop the rest."""
         if (live := self._live.pop(chat_id, None)) is not None:
-            self._take(chat_id, live)
-            live.handle.cancel()
+            self._finish(chat_id, live)
         self._prompts.put(chat_id)  # behind its prompts that still wait, which would bring it back
 
     def request_ids(self) -> dict[int, int]:
@@ -203,11 +205,31 @@ class Bridge:
                 live.begin_rest(now_s)
             if is_done:
                 del self._live[chat_id]
-                ended.append(_ending(chat_id, live))
+                ended.append(self._end(chat_id, live))
         if grown:
             self._post(AnswersGrew(grown))
         for message in ended:
             self._post(message)
+
+    def _end(self, chat_id: int, live: _Live) -> AnswerEnded | AnswerRefused:
+        """What has become of an answer that is done."""
+        try:
+            output = live.handle.result(timeout=0)
+        except NanochatError as error:
+            return _refusal(chat_id, error)
+        if live.partial is not None:
+            output = joined_outputs(live.partial, output)
+        self._keep_end(chat_id, output)
+        return AnswerEnded(chat_id, output)
+
+    def _finish(self, chat_id: int, live: _Live) -> None:
+        """End an answer that nobody waits for any more; what has come of it is kept."""
+        is_done = live.handle.done  # before taking: nothing comes after the end
+        self._take(chat_id, live)
+        if is_done:
+            self._end(chat_id, live)
+        else:
+            live.handle.cancel()
 
     def rest_s(self, now_s: float | None = None) -> float:
         """Seconds until anything of any chat may be passed on; 0 or less: it may be now."""
@@ -239,8 +261,7 @@ class Bridge:
     def stop_all(self) -> None:
         """End every request. What has come until now is kept; nobody is told any more."""
         for chat_id, live in self._live.items():
-            self._take(chat_id, live)
-            live.handle.cancel()
+            self._finish(chat_id, live)
         self._live.clear()
 
     def release(self) -> Backend:
@@ -277,11 +298,3 @@ class Bridge:
 
 def _refusal(chat_id: int, error: NanochatError) -> AnswerRefused:
     return AnswerRefused(chat_id, str(error), error.offer if isinstance(error, Refused) else None)
-
-
-def _ending(chat_id: int, live: _Live) -> TextualMessage:
-    try:
-        output = live.handle.result(timeout=0)
-    except NanochatError as error:
-        return _refusal(chat_id, error)
-    return AnswerEnded(chat_id, output if live.partial is None else joined_outputs(live.partial, output))

@@ -17,10 +17,11 @@ from textual.timer import Timer
 from nanochat.backend.interface import DropOffer
 from nanochat.sanitize import sanitize, sanitize_line
 from nanochat.ui import formatting as fmt
-from nanochat.ui.archive import Archive, HistoryOpened
+from nanochat.ui.archive import Archive
 from nanochat.ui.bridge import AnswerEnded, AnswerRefused, AnswersGrew, AnswerStarted, Bridge
 from nanochat.ui.chat import Chat, Phase
 from nanochat.ui.chrome import LoadState, Welcome, is_over_server, ways_out
+from nanochat.ui.history_opening import HistoryOpened
 from nanochat.ui.pane_screen import PaneScreen
 from nanochat.ui.snapshots import busy_label, take_snapshot, update_phases
 from nanochat.ui.stats_panel import CONTEXT_WARNING

@@ -13,12 +13,13 @@ from textual.app import ComposeResult
 from textual.screen import Screen
 from textual.timer import Timer
 
-from nanochat.ui.archive import Archive, HistoryOpened
+from nanochat.ui.archive import Archive
 from nanochat.ui.blank import Blank, BlankHorizontal, BlankSwitcher
 from nanochat.ui.bridge import Bridge
 from nanochat.ui.chat import Chat, NoteKind
 from nanochat.ui.chat_pane import ChatPane, pane_id
 from nanochat.ui.chrome import Header, KeyBar, LoadState, TooSmall, Welcome
+from nanochat.ui.history_opening import HistoryOpened
 from nanochat.ui.stats_panel import History, StatsLine, StatsPanel
 from nanochat.ui.tab_bar import TabBar
 from nanochat.ui.textual_private import draw_only_changes
@@ -94,7 +95,7 @@ class PaneScreen(Screen[None], Blank):
         await self.open_chat(chat)
 
     async def restore(self, opened: HistoryOpened) -> None:
-        """The history is open: bring the last session's tabs back, and save what has been said meanwhile."""
+        """The history is open: save what has been said meanwhile, and bring the last session's tabs back."""
         self.archive.adopt(opened)
         early = list(self.workspace.chats)
         for chat in opened.tabs:
@@ -110,8 +111,6 @@ class PaneScreen(Screen[None], Blank):
             self.workspace.show(opened.in_view or opened.tabs[-1])
             self.workspace.close(first)
             await self.remove_pane(first)
-        for chat in self.workspace.chats:
-            self.archive.keep(chat)
         self.keep_drafts()
         self.show_order()
         self.show_active()

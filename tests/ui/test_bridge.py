@@ -262,3 +262,28 @@ def test_settings_are_described(bridge: Bridge) -> None:
     assert "seed 1 (this chat)" in text
     assert "stop \\n ·" in text
     assert "top_p 0.9 ·" in text
+
+
+@pytest.mark.parametrize("way", ["stop_all", "forget"])
+def test_an_answer_that_has_ended_unseen_is_kept_as_ended(way: str, posted: list[Message]) -> None:
+    ends: list[tuple[int, RequestOutput]] = []
+    texts: list[str] = []
+    bridge = Bridge(
+        IdleBackend(),  # type: ignore[arg-type]
+        {},
+        posted.append,
+        lambda chat_id, text, token_ids: texts.append(text),
+        lambda *end: ends.append(end),
+    )
+    cancelled: list[int] = []
+    live, running = handle(cancelled), handle(cancelled)
+    bridge.track(1, live)
+    bridge.track(2, running)
+    live.push(Event("ab", (1, 2), "stop"), OUTPUT)
+    running.push(Event("c", (3,)))
+    if way == "stop_all":
+        bridge.stop_all()
+    else:
+        bridge.forget(1)
+        bridge.forget(2)
+    assert (ends, texts, cancelled, posted) == ([(1, OUTPUT)], ["ab", "c"], [5], [])
