@@ -112,7 +112,8 @@ class NanochatApp(App[None]):
         self.unsaved: str | None = None
         """A sentence if chats could not be saved in the end."""
         self._system = system
-        self._sampling = dict(sampling or {})
+        self.sampling = dict(sampling or {})
+        """The user's settings over the model's recommendation, by parameter name."""
         self._archive = Archive(history_file, self.post_message)
         self._config = config
         self._loader = Loader(config, self.post_message)
@@ -214,7 +215,7 @@ class NanochatApp(App[None]):
         self._config_before = None
         self._bridge = Bridge(
             event.backend,
-            self._sampling,
+            self.sampling,
             self.main_screen.post_message,
             self._archive.grew,
             self._archive.came_to_end,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from textual.app import ComposeResult
 from textual.message import Message as TextualMessage
 from textual.widget import Widget
+from textual.widgets import Static
 
 from nanochat.ui.blank import BlankHorizontal, BlankVertical
 from nanochat.ui.chat import Chat, Message, Note
@@ -59,10 +60,20 @@ class ChatPane(BlankVertical):
         self._to_edit = ""
         """That message's text."""
 
+        self._label = Static("", classes="pane-label", markup=False)
+        self._label.display = False
+
     def compose(self) -> ComposeResult:
+        yield self._label
         yield self._transcript
         with BlankHorizontal(classes="prompt-row"):
             yield self._prompt
+
+    def show_label(self, text: str) -> None:
+        """Say above the messages which of two chats this is; an empty text takes the line away."""
+        if text != self._label.content:
+            self._label.update(text)
+            self._label.display = bool(text)
 
     def be_seen(self) -> None:
         """The chat comes into view; its messages are made when this happens first."""

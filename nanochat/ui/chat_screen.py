@@ -139,11 +139,20 @@ class ChatScreen(PaneScreen):
         self.show_stats()
 
     def has_no_model(self, chat: Chat) -> bool:
-        """Whether nothing will answer because no model could be loaded, or no server found; the chat is told so."""
+        """Whether nothing will answer because no model could be loaded, or no server found.
+
+        The chat is told so, once: who tries again reads only what can be done, in passing.
+        """
         if self.load_state.error is None:
             return False
-        error = sanitize_line(self.load_state.error, 1_000)
-        self.tell(chat, f"{error} {ways_out(is_over_server=is_over_server(self))}.", "error")
+        is_remote = is_over_server(self)
+        error, ways = sanitize_line(self.load_state.error, 1_000), ways_out(is_over_server=is_remote)
+        sentence = f"{error} {ways}."
+        if chat.has_just_noted(sentence):
+            what = "server" if is_remote else "model"
+            self.notify(f"There is still no {what} to answer: {ways}.", severity="warning", markup=False)
+        else:
+            self.tell(chat, sentence, "error")
         return True
 
     # Answers

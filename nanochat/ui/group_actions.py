@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nanochat.engine.config import SamplingParams
 from nanochat.errors import InvalidOption
 from nanochat.sanitize import sanitize_line
 from nanochat.ui import formatting as fmt
-from nanochat.ui.chat import Chat, title_from
+from nanochat.ui.chat import TITLE_LENGTH, Chat, title_from
 from nanochat.ui.sampling_commands import parse_settings, shortened
 from nanochat.ui.settings_actions import SettingsActions
 
 if TYPE_CHECKING:
     from nanochat.settings import Preset
 
+LABEL_LENGTH = TITLE_LENGTH
+"""Characters of what a compared chat is called; its tab shows as many of a title."""
 HOW = "Write two settings or presets with | between: /compare temperature=0 | temperature=1.2 top_p=0.9"
 
 
@@ -88,20 +89,18 @@ class GroupActions(SettingsActions):
                 f'"{shortened(written)}" is no preset, and settings are written like top_p=0.9.'
             )
         system, settings = (preset.system, preset.sampling) if preset else (None, parse_settings(written))
-        # The model may still be loading: what can't work is refused all the same, not when it is to be used.
-        check = (
-            self.bridge.sampling_params if self.bridge is not None else lambda given: SamplingParams(**given)
-        )
-        check(settings)
+        self.sampling_params(settings)  # what can't work is refused at once, not when it is to be used
         return system, settings
 
     async def _compare(self, chat: Chat, sides: list[tuple[str, str | None, Mapping[str, Any]]]) -> None:
         text, forks = "", []
-        for written, system, settings in sides:
+        one, other = (sanitize_line(written) for written, *_ in sides)
+        labels = told_apart(one, other)
+        for label, (_, system, settings) in zip(labels, sides, strict=True):
             fork = self.workspace.fork(chat)
             text = take_question(fork)
             self.archive.forked(chat, fork)
-            fork.title = title_from(f"{written} · {chat.title}")
+            fork.title = title_from(f"{label} · {chat.title}")
             if system is not None:
                 fork.system = system
             fork.sampling = {**chat.sampling, **settings}
@@ -135,8 +134,12 @@ class GroupActions(SettingsActions):
         self._show_partner()
 
     def show_tabs(self) -> None:
-        if (partner := self.workspace.partner(self.workspace.active)) is not None:
+        active = self.workspace.active
+        if (partner := self.workspace.partner(active)) is not None:
             partner.is_unread = False  # it is in view too
+            for chat in (active, partner):
+                if self.is_open(chat):
+                    self.pane(chat).show_label(chat.title)
         super().show_tabs()
 
     def on_descendant_focus(self) -> None:
@@ -153,8 +156,30 @@ class GroupActions(SettingsActions):
         for chat in self.workspace.chats:
             if self.is_open(chat):
                 self.pane(chat).display = chat is active or chat is partner
+                if partner is None:
+                    self.pane(chat).show_label("")
         if partner is not None and self.is_open(partner):
             self.pane(partner).be_seen()
+
+
+def told_apart(one: str, other: str, length: int = LABEL_LENGTH) -> tuple[str, str]:
+    """Two settings as short labels in which what differs is seen: what both have goes first."""
+    words = [text.split(" ") for text in (one, other)]
+    shared = set(words[0]) & set(words[1])
+    alone = [" ".join(word for word in of_one if word not in shared) for of_one in words]
+    left, right = alone if all(alone) else (one, other)
+    pairs = enumerate(zip(left, right, strict=False))
+    common = next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+    def cut(text: str) -> str:
+        if len(text) <= length:
+            return text
+        # Where they differ within the first characters, the beginning says more than the end.
+        start = 0 if common <= length // 2 else max(0, min(common - 2, len(text) - length + 1))
+        rest = f"…{text[start:]}" if start else text
+        return rest if len(rest) <= length else f"{rest[: length - 1]}…"
+
+    return cut(left), cut(right)
 
 
 def take_question(chat: Chat) -> str:

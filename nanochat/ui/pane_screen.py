@@ -21,7 +21,7 @@ from nanochat.ui.chat_pane import ChatPane, pane_id
 from nanochat.ui.chrome import Header, KeyBar, LoadState, TooSmall, Welcome
 from nanochat.ui.history_opening import HistoryOpened
 from nanochat.ui.stats_panel import History, StatsLine, StatsPanel
-from nanochat.ui.tab_bar import TabBar
+from nanochat.ui.tab_bar import TabBar, TabStrip
 from nanochat.ui.textual_private import draw_only_changes
 from nanochat.ui.workspace import Workspace
 
@@ -52,6 +52,7 @@ class PaneScreen(Screen[None], Blank):
         # Kept rather than looked up: timers may still fire while the screen is being taken apart.
         self._header = Header()
         self._tab_bar = TabBar()
+        self._tab_strip = TabStrip(self._tab_bar)
         self._too_small = TooSmall()
         self._switcher = BlankSwitcher()
         self._panel = StatsPanel(self._history)
@@ -61,7 +62,7 @@ class PaneScreen(Screen[None], Blank):
 
     def compose(self) -> ComposeResult:
         yield self._header
-        yield self._tab_bar
+        yield self._tab_strip
         with BlankHorizontal(id="body"):
             yield self._switcher
             yield self._panel
@@ -205,6 +206,7 @@ class PaneScreen(Screen[None], Blank):
         """Bring the tabs' badges up to date."""
         workspace = self.workspace
         self._tab_bar.show(workspace.chats, workspace.slots, workspace.active.id, workspace.marked)
+        self._tab_strip.look_soon()
 
     # The panel's size
 

@@ -13,7 +13,6 @@ from nanochat.errors import InvalidOption
 
 HIDDEN = frozenset({"logprobs", "ignore_eos"})
 """Parameters that make no sense in a chat."""
-UNKNOWN = "the rest as the server has it"
 BETWEEN_STOPS = " | "
 _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
 _WRITTEN = {meant: written for written, meant in _ESCAPES.items()}
@@ -78,19 +77,23 @@ def show_value(name: str, value: Any) -> str:
 
 
 def describe(
-    params: SamplingParams, overrides: Mapping[str, Any], known: Collection[str] | None = None
+    params: SamplingParams,
+    overrides: Mapping[str, Any],
+    known: Collection[str] | None = None,
+    rest: str = "the server",
 ) -> str:
     """All settings on one line, this chat's own marked.
 
     Args:
         known: those whose value is known; None: all.
+        rest: who has the others' values.
     """
     parts = [
         f"{name} {show_value(name, getattr(params, name))}{' (this chat)' if name in overrides else ''}"
         for name in setting_names()
         if known is None or name in known
     ]
-    return " · ".join(parts if known is None else [*parts, UNKNOWN])
+    return " · ".join(parts if known is None else [*parts, f"the rest as {rest} has it"])
 
 
 def shortened(text: str) -> str:

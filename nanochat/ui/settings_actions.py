@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from nanochat.engine.config import SamplingParams
 from nanochat.errors import InvalidOption
 from nanochat.sanitize import sanitize_line
 from nanochat.ui import formatting as fmt
 from nanochat.ui.chat import Chat
 from nanochat.ui.chat_screen import ChatScreen
+from nanochat.ui.chrome import is_over_server
 from nanochat.ui.sampling_commands import describe, parse_setting, shortened
 from nanochat.ui.settings_dialog import ChatSettings, SettingsDialog
 
@@ -35,18 +37,43 @@ class SettingsActions(ChatScreen):
         Raises:
             InvalidOption: a value can't work; nothing has changed.
         """
-        if self.bridge is None:
-            raise InvalidOption("Settings can be changed once the model is ready.")
-        params = self.bridge.sampling_params(sampling)
+        described = self._described(sampling)
         told = (
             "" if chat.system == system else " The system prompt is set." if system else " No system prompt."
         )
         chat.system, chat.sampling = system, sampling
         self.archive.configure(chat)
-        self.tell(
-            chat,
-            f"From the next message on: {describe(params, sampling, self.bridge.known_settings(sampling))}.{told}",
-        )
+        self.tell(chat, f"From the next message on: {described}.{told}")
+
+    def sampling_params(self, sampling: Mapping[str, Any]) -> SamplingParams:
+        """A chat's settings over the user's and, once it is there, the model's.
+
+        Raises:
+            InvalidOption: a value can't work.
+        """
+        if self.bridge is not None:
+            return self.bridge.sampling_params(sampling)
+        return SamplingParams(**{**self._user_sampling, **sampling})
+
+    def _known_settings(self, sampling: Mapping[str, Any]) -> Collection[str] | None:
+        """Names of the settings whose value is known yet; None: all."""
+        if self.bridge is not None:
+            return self.bridge.known_settings(sampling)
+        return {**self._user_sampling, **sampling}
+
+    @property
+    def _user_sampling(self) -> Mapping[str, Any]:
+        app: NanochatApp = self.app  # type: ignore[assignment]
+        return app.sampling
+
+    def _described(self, sampling: Mapping[str, Any]) -> str:
+        """All settings on one line; raises as :meth:`sampling_params`."""
+        params, known = self.sampling_params(sampling), self._known_settings(sampling)
+        return describe(params, sampling, known, self._whose_defaults)
+
+    @property
+    def _whose_defaults(self) -> str:
+        return "the server" if is_over_server(self) else "the model"
 
     def action_system(self, argument: str = "") -> None:
         chat = self.workspace.active
@@ -63,14 +90,10 @@ class SettingsActions(ChatScreen):
 
     def action_set(self, argument: str = "") -> None:
         chat = self.workspace.active
-        if self.bridge is None:
-            self.notify("Settings can be changed once the model is ready.")
-            return
         try:
             changed = dict(chat.sampling)
             if not argument:
-                known = self.bridge.known_settings(changed)
-                self.tell(chat, describe(self.bridge.sampling_params(changed), changed, known))
+                self.tell(chat, self._described(changed))
                 return
             name, value = parse_setting(argument)
             changed.pop(name, None)
@@ -118,18 +141,23 @@ class SettingsActions(ChatScreen):
     def action_settings(self) -> None:
         """All settings of the chat in view, in a dialog."""
         chat = self.workspace.active
-        if self.bridge is None:
-            self.notify("Settings can be changed once the model is ready.")
-            return
 
         def take(settings: ChatSettings | None) -> None:
-            if settings is not None and chat in self.workspace.chats:
+            if settings is None or chat not in self.workspace.chats:
+                return
+            if settings == ChatSettings(chat.system, chat.sampling):
+                self.notify("The settings are as they were.", timeout=3)
+            else:
                 self.configure(chat, settings.system, settings.sampling)
 
-        defaults = self.bridge.sampling_params({})
         now = ChatSettings(chat.system, dict(chat.sampling))
         dialog = SettingsDialog(
-            now, defaults, self.presets, self.bridge.sampling_params, self.bridge.known_settings({})
+            now,
+            self.sampling_params({}),
+            self.presets,
+            self.sampling_params,
+            self._known_settings({}),
+            f"{self._whose_defaults}'s",
         )
         self.app.push_screen(dialog, take)
 

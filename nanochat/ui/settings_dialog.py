@@ -60,14 +60,17 @@ class SettingsDialog(Dialog[ChatSettings | None]):
         presets: Mapping[str, Preset],
         check: Callable[[Mapping[str, Any]], object],
         known: Collection[str] | None = None,
+        unknown: str = "the server's",
     ) -> None:
         """``check`` raises :class:`InvalidOption` for settings that can't work.
 
         Args:
             known: settings whose default is known; None: all.
+            unknown: what an empty field says of the others.
         """
         super().__init__()
         self._presets, self._check = presets, check
+        self._now = now
         self._hidden = _hidden(now.sampling)
         """Settings without a field, which a preset may have brought; they stay."""
         self._system = TextInput(now.system or "", placeholder="the model's own, if it has one", id="system")
@@ -76,12 +79,15 @@ class SettingsDialog(Dialog[ChatSettings | None]):
                 show_value(name, now.sampling[name]) if name in now.sampling else "",
                 placeholder=show_value(name, getattr(defaults, name))
                 if known is None or name in known
-                else "the server's",
+                else unknown,
                 id=name,
                 compact=True,
             )
             for name in setting_names()
         }
+        self._shown = {name: field_.value for name, field_ in self._fields.items()}
+        self._shown_system = self._system.text
+        """As the dialog opened. What stands there unchanged is taken as it was, not as it could be shown."""
         self._problem = Static("", classes="problem", markup=False)
 
     def compose(self) -> ComposeResult:
@@ -146,6 +152,9 @@ class SettingsDialog(Dialog[ChatSettings | None]):
             written = field_.value.strip() if name != "stop" else field_.value
             if not written:
                 continue
+            if name in self._now.sampling and field_.value == self._shown[name]:
+                sampling[name] = self._now.sampling[name]
+                continue
             try:
                 if (value := parse_value(name, written)) is not None:
                     self._check({name: value})
@@ -154,7 +163,9 @@ class SettingsDialog(Dialog[ChatSettings | None]):
                 self._problem.update(sanitize_line(str(error), 200))
                 field_.focus()
                 return
-        self.dismiss(ChatSettings(self._system.text.strip() or None, sampling))
+        text = self._system.text
+        system = self._now.system if text == self._shown_system else text.strip() or None
+        self.dismiss(ChatSettings(system, sampling))
 
 
 def _hidden(sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from textual import events
 from textual.app import ComposeResult
-from textual.containers import HorizontalScroll
+from textual.containers import Horizontal, HorizontalScroll
 from textual.content import Content
 from textual.message import Message
 from textual.widgets import Static
@@ -91,6 +91,11 @@ class Tab(Static):
         self.set_class(state.is_active, "-active")
         return has_moved or state.is_active != was_active
 
+    @property
+    def is_unread(self) -> bool:
+        """Whether its chat has an answer that nobody has seen."""
+        return self._state is not None and self._state.is_unread
+
     def on_click(self) -> None:
         self.post_message(TabBar.Picked(self.chat_id))
 
@@ -103,6 +108,27 @@ class NewTab(Static):
 
     def on_click(self) -> None:
         self.post_message(TabBar.NewWanted())
+
+
+class EdgeMark(Static):
+    """How many tabs are hidden beyond an end of the row; not there when none is. A click brings them nearer."""
+
+    def __init__(self, direction: int) -> None:
+        """``direction``: -1 for the left end, 1 for the right one."""
+        super().__init__("", classes="edge-mark", markup=False)
+        self._direction = direction
+        self.display = False
+
+    def show(self, hidden: Sequence[Tab]) -> None:
+        """Tell their number; in colour if one of them has something new."""
+        text = f"‹{len(hidden)}" if self._direction < 0 else f"{len(hidden)}›"
+        self.update(
+            Content.styled(text, "bold $primary" if any(tab.is_unread for tab in hidden) else "$muted")
+        )
+        self.display = bool(hidden)
+
+    def on_click(self) -> None:
+        self.post_message(TabStrip.ScrollWanted(self._direction))
 
 
 class TabBar(HorizontalScroll):
@@ -122,6 +148,7 @@ class TabBar(HorizontalScroll):
     def __init__(self) -> None:
         super().__init__()
         self._in_view: Tab | None = None
+        """The tab to keep in view; None once the user has scrolled."""
 
     def compose(self) -> ComposeResult:
         yield NewTab()
@@ -169,8 +196,66 @@ class TabBar(HorizontalScroll):
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
         event.stop()
-        self.scroll_relative(x=8, animate=False)
+        self.scroll_by(8)
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
         event.stop()
-        self.scroll_relative(x=-8, animate=False)
+        self.scroll_by(-8)
+
+    def scroll_by(self, columns: int) -> None:
+        """The user looks at other tabs: the one in view no longer has to be seen."""
+        self._in_view = None
+        self.scroll_relative(x=columns, animate=False)
+
+    def hidden(self) -> tuple[list[Tab], list[Tab]]:
+        """Tabs that are not to be seen whole: beyond the left end, and beyond the right one."""
+        view = self.scrollable_content_region
+        tabs = [tab for tab in self.children if isinstance(tab, Tab)]
+        return (
+            [tab for tab in tabs if tab.region.x < view.x],
+            [tab for tab in tabs if tab.region.x >= view.x and tab.region.right > view.right],
+        )
+
+
+class TabStrip(Horizontal):
+    """The row of tabs, and at its ends how many are hidden there."""
+
+    @dataclass
+    class ScrollWanted(Message):
+        """A mark was clicked."""
+
+        direction: int
+
+    def __init__(self, bar: TabBar) -> None:
+        super().__init__()
+        self._bar = bar
+        self._left, self._right = EdgeMark(-1), EdgeMark(1)
+        self._shown: object = None
+
+    def compose(self) -> ComposeResult:
+        yield self._left
+        yield self._bar
+        yield self._right
+
+    def on_mount(self) -> None:
+        for name in ("scroll_x", "virtual_size", "size"):
+            self.watch(self._bar, name, self.look_soon, init=False)
+
+    def look_soon(self) -> None:
+        """Bring the marks up to date once the tabs have their places."""
+        self.call_after_refresh(self._look)
+
+    def _look(self) -> None:
+        # With room for all of them, the marks themselves are what hides one: they go.
+        fits = self._bar.virtual_size.width <= self.size.width
+        left, right = ([], []) if fits else self._bar.hidden()
+        shown = [[(tab.chat_id, tab.is_unread) for tab in tabs] for tabs in (left, right)]
+        if shown != self._shown:
+            self._shown = shown
+            self._left.show(left)
+            self._right.show(right)
+
+    def on_tab_strip_scroll_wanted(self, event: ScrollWanted) -> None:
+        event.stop()
+        width = max(8, self._bar.size.width - 8)
+        self._bar.scroll_by(event.direction * width)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from nanochat.settings import Preset
 from nanochat.ui.chat import Chat
 from nanochat.ui.chat_pane import ChatPane
+from nanochat.ui.group_actions import told_apart
 from nanochat.ui.message import AnswerMessage, BranchLabel, UserMessage
 from tests.ui.driver import ENDLESS, LONG, Driver, plain, started
 
@@ -194,3 +197,48 @@ async def test_clicks_act_on_the_side_where_they_fall(tiny_llama: Path) -> None:
         driver.app.main_screen.pane(left).query_one(UserMessage).action_edit()
         await driver.until(lambda: driver.chat is left)
         assert driver.prompt.text == "First"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "labels"),
+    [
+        ("top_k=1", "top_k=2", ("top_k=1", "top_k=2")),
+        (
+            "max_tokens=200 top_p=0.9 temperature=0",
+            "max_tokens=200 top_p=0.9 temperature=1.2",
+            ("temperature=0", "temperature=1.2"),
+        ),
+        ("temperature=0", "temperature=0 top_p=0.9", ("temperature=0", "…mperature=0 top_p=0.9")),
+        (
+            "my-long-preset-for-work-brief",
+            "my-long-preset-for-work-verbose",
+            ("…preset-for-work-brief", "…eset-for-work-verbose"),
+        ),
+        ("same", "same", ("same", "same")),
+    ],
+)
+def test_what_differs_between_two_settings_is_seen(one: str, other: str, labels: tuple[str, str]) -> None:
+    found = told_apart(one, other)
+    assert all(len(label) <= 22 for label in found)
+    assert found == labels
+
+
+def test_labels_are_short_and_two_settings_of_some_length_never_look_alike() -> None:
+    for shared in range(40):
+        for length in range(1, 40):
+            one, other = "x" * shared + "a" * length, "x" * shared + "b" * length
+            labels = told_apart(one, other)
+            assert labels[0] != labels[1]
+            assert max(map(len, labels)) <= 22
+
+
+async def test_compared_chats_say_above_which_they_are_however_long_their_settings(tiny_llama: Path) -> None:
+    async with started(tiny_llama, size=(80, 24)) as driver:
+        await driver.ask("First")
+        shared = "max_tokens=200 top_p=0.9 repetition_penalty=1.1"
+        await driver.say(f"/compare {shared} temperature=0 | {shared} temperature=1.5")
+        await driver.until(lambda: len(chats(driver)) == 3)
+        await driver.until_seen(" temperature=0 · First")
+        await driver.until_seen(" temperature=1.5 · First")
+        await driver.say("/compare")
+        await driver.until(lambda: not any(label.display for label in driver.app.query(".pane-label")))

@@ -279,10 +279,9 @@ async def test_without_a_model_no_answer_is_waited_for(tiny_llama: Path, tmp_pat
         await driver.until(lambda: driver.chat.path)
         await driver.until(lambda: any("/model NAME" in notice for notice in driver.notices()))
         for command in ("/again", "/continue", "/broadcast More", "/compare top_k=1 | top_k=2", "More"):
-            told = len(driver.notices())
+            driver.app.clear_notifications()
             await driver.say(command)
-            await driver.until(lambda told=told: len(driver.notices()) > told)
-            assert "nosuch" in driver.notices()[-1]
+            await driver.until_told("still no model")
         assert len(driver.app.main_screen.workspace.chats) == 1
         assert len(list(driver.chat.messages())) == 2
         assert not driver.chat.is_busy
@@ -314,3 +313,55 @@ async def test_the_dialog_says_all_it_has_to_say_in_80_columns(tiny_llama: Path)
         screen = driver.screen_text()
         assert [hint for hint in HELP.values() if hint not in screen] == []
         assert "Cancel" in screen
+
+
+async def test_the_settings_can_be_used_before_the_model_is_ready(tiny_llama: Path) -> None:
+    async with started(tiny_llama, hold=True, sampling={"temperature": 0.3}) as driver:
+        await driver.press("f7")
+        dialog = driver.app.screen
+        assert isinstance(dialog, SettingsDialog)
+        assert dialog.query_one("#temperature", Input).placeholder == "0.3"
+        assert dialog.query_one("#top_p", Input).placeholder == "the model's"
+        dialog.query_one("#max_tokens", Input).value = "3"
+        await driver.press("ctrl+s")
+        await driver.until(lambda: driver.app.screen is not dialog)
+        assert "max_tokens 3 (this chat)" in driver.notices()[-1]
+        assert driver.notices()[-1].endswith("the rest as the model has it.")
+        await driver.say("/set top_p 7")
+        assert "top_p must be" in driver.notices()[-1]
+        await driver.say("/set seed 5")
+        assert driver.chat.sampling == {"max_tokens": 3, "seed": 5}
+        driver.load()
+        await driver.ask("Hello")
+        assert driver.chat.path[-1].output.metrics.completion_tokens <= 3
+
+
+async def test_settings_applied_as_they_are_change_and_note_nothing(tiny_llama: Path) -> None:
+    async with started(tiny_llama) as driver:
+        chat = driver.chat
+        chat.system, chat.sampling = " Be brief.\n", {"temperature": 0.12345678901234, "stop": ("a\n", "b")}
+        told = len(chat.notes)
+        await driver.press("f7")
+        await driver.until_seen("Settings of this chat")
+        await driver.press("ctrl+s")
+        await driver.until_told("as they were")
+        assert len(chat.notes) == told
+        assert (chat.system, chat.sampling) == (
+            " Be brief.\n",
+            {"temperature": 0.12345678901234, "stop": ("a\n", "b")},
+        )
+
+
+async def test_without_a_model_the_error_is_told_once_and_the_text_is_kept(tmp_path: Path) -> None:
+    async with started(tmp_path / "nosuch", hold=True) as driver:
+        driver.load()
+        await driver.until(lambda: driver.app.load_error)
+        await driver.say("First")
+        await driver.until(lambda: driver.notices())
+        await driver.press("enter")
+        await driver.until_told("There is still no model to answer: /model tries again")
+        await driver.press("enter")
+        await driver.settle()
+        assert sum("nosuch" in notice for notice in driver.notices()) == 1
+        assert "/model NAME loads another" in driver.notices()[-1]
+        assert driver.prompt.text == "First"

@@ -13,7 +13,7 @@ import textual
 from textual._xterm_parser import XTermParser
 
 from nanochat.ui.line_input import TextInput
-from nanochat.ui.tab_bar import TabBar
+from nanochat.ui.tab_bar import EdgeMark, TabBar
 from nanochat.ui.tab_picker import TabPicker, TitleDialog
 from nanochat.ui.textual_private import let_alt_digits_through
 from tests.ui.driver import Driver, started
@@ -212,3 +212,37 @@ async def test_closed_tabs_and_dialogs_leave_nothing_behind(tiny_llama: Path) ->
             return [ref() for ref in gone if ref() is not None]
 
         await driver.until(lambda: not left())
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 36)])
+async def test_hidden_tabs_are_counted_at_the_ends_of_the_row(
+    tiny_llama: Path, size: tuple[int, int]
+) -> None:
+    async with started(tiny_llama, hold=True, size=size) as driver:
+        main = driver.app.main_screen
+        height = driver.pane.region.height
+        for _ in range(14):
+            await main.action_new_chat()
+
+        def hidden() -> tuple[int, int]:
+            left, right = driver.app.query_one(TabBar).hidden()
+            return len(left), len(right)
+
+        def row() -> str:
+            return (driver.screen_text().splitlines() or ["", ""])[1]
+
+        main.action_jump(15)
+        await driver.until(lambda: hidden()[0] and f"‹{hidden()[0]}" in row() and "›" not in row())
+        assert "New chat" in row()
+        main.action_jump(7)
+        await driver.until(
+            lambda: all(hidden()) and f"‹{hidden()[0]}" in row() and f"{hidden()[1]}›" in row()
+        )
+        main.action_jump(1)
+        await driver.until(lambda: hidden()[1] and f"{hidden()[1]}›" in row() and "‹" not in row())
+        assert driver.pane.region.height == height
+        before = hidden()[1]
+        await driver.pilot.click(driver.app.query(EdgeMark).last())
+        await driver.until(lambda: hidden()[1] < before and "‹" in row())
+        await driver.pilot.resize_terminal(300, 24)
+        await driver.until(lambda: "‹" not in row() and "›" not in row())
