@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -263,9 +262,8 @@ class TestClosing:
         running = [engine.submit([40 + number], LONG) for number in range(2)]
         assert hangs.wait(60)
         waiting = engine.submit([50], LONG)
-        began_s = time.monotonic()
         engine.close()
-        assert time.monotonic() - began_s < 4
+        assert engine._thread.is_alive()  # the step still hangs
         outputs = [handle.result(0) for handle in (*running, waiting)]
         assert [output.finish_reason for output in outputs] == ["cancelled"] * 3
         assert all(output.token_ids for output in outputs[:2])
@@ -285,7 +283,7 @@ class TestClosing:
         handles = [engine.submit([40], LONG) for _ in range(3)]
         engine.close()
         engine.close()
-        assert {handle.result(5).finish_reason for handle in handles} == {"cancelled"}
+        assert {handle.result(60).finish_reason for handle in handles} == {"cancelled"}
         with pytest.raises(EngineClosed):
             engine.submit([40])
 

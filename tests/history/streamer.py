@@ -22,7 +22,8 @@ def say(*words: object) -> None:
 
 def stream(path: Path, seed: int) -> None:
     randoms = random.Random(seed)
-    history = History(path)
+    # Short, so that a busy machine is not taken for text that waits too long.
+    history = History(path, save_interval_s=0.1)
     history.restore_tabs()
     chat_id = history.create_chat(f"Chat {seed}")
     history.save_tabs([chat_id])

@@ -148,7 +148,7 @@ class TestAClientThatDawdles:
         self, make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, size: int
     ) -> None:
         """An answer waits to be taken for longer than a client may do nothing: it comes, but not to one that dawdles."""
-        monkeypatch.setattr(connections, "STALL_S", 1.0)
+        monkeypatch.setattr(connections, "STALL_S", 5.0)
         api = make_server()
         for made in api.server.servers:
             for listening in made.sockets:
@@ -156,7 +156,7 @@ class TestAClientThatDawdles:
         body = ENDLESS | {"model": api.model, "logprobs": True, "top_logprobs": 20, "n": 4, "max_tokens": 100}
         received = b""
         with socket.socket() as client:
-            client.settimeout(20)
+            client.settimeout(120)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
             client.connect(("127.0.0.1", api.port))
             client.sendall(request(api, to_json(body), headers="connection: close\r\n"))

@@ -7,11 +7,14 @@ answer its id, the number of its tokens, and whether it has ended.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import random
 import time
 from pathlib import Path
 
+from nanochat.history import History
+from nanochat.ui import archive
 from nanochat.ui.app import NanochatApp
 from nanochat.ui.chat import Chat
 from tests.ui.driver import ENDLESS, LONG, tiny_config
@@ -36,6 +39,8 @@ def answers(chats: list[Chat]) -> dict[int, tuple[int, bool]]:
 async def stream(model: Path, history: Path, report: Path, seed: int) -> None:
     """One chat answers without end, the others again and again."""
     randoms = random.Random(seed)
+    # Short, so that a busy machine is not taken for text that waits too long.
+    archive.History = functools.partial(History, save_interval_s=0.1)  # type: ignore[assignment,misc]
     app = NanochatApp(tiny_config(model, **LONG), sampling=ENDLESS, history_file=history)
     async with app.run_test(size=(100, 30)):
         main = app.main_screen

@@ -160,7 +160,7 @@ def test_a_chat_closed_while_its_turn_waits_is_forgotten_after_it(posted: list[M
 
     class Slow(IdleBackend):
         def start(self, turn: Turn) -> Started:
-            may_go_on.wait(10)
+            may_go_on.wait(60)
             done.append(("start", turn.chat_id))
             return Started(handle(), None)
 
@@ -174,7 +174,7 @@ def test_a_chat_closed_while_its_turn_waits_is_forgotten_after_it(posted: list[M
     bridge.submit(chat)
     bridge.forget(chat.id)
     may_go_on.set()
-    assert is_over.wait(10)
+    assert is_over.wait(60)
     assert done == [("start", chat.id), ("forget", chat.id)]
 
 
@@ -189,7 +189,7 @@ def test_whatever_goes_wrong_while_submitting_is_told_and_the_next_prompt_is_tak
         chat = Chat()
         chat.ask("Hello")
         bridge.submit(chat)
-        end_s = time.monotonic() + 10
+        end_s = time.monotonic() + 60
         while len(posted) < number and time.monotonic() < end_s:
             time.sleep(0.01)
         refused = posted[number - 1]
@@ -210,7 +210,7 @@ def test_a_refusal_keeps_its_offer_whenever_it_comes(
     chat = Chat()
     chat.ask("Hello")
     bridge.submit(chat)
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + 60
     while not posted and time.monotonic() < end_s:
         time.sleep(0.01)
 

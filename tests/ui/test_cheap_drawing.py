@@ -120,8 +120,11 @@ async def test_notices_leave_nothing_behind_while_answers_come(
         await driver.say("/compare temperature=0 | temperature=1")
         for number in range(4):
             text = f"notice {number} that is long enough to reach over the panel"
-            driver.app.notify(text, timeout=0.5 + 0.4 * number)
+            driver.app.notify(text, timeout=600.0)
         await driver.until(lambda: "notice 3" in terminal.text)
+        for notification in list(driver.app._notifications):
+            driver.app._unnotify(notification)
+            await driver.settle()
         await driver.until(lambda: not driver.app._notifications and not driver.app.screen.query(Toast))
         await driver.press("f3", "f3", "escape", "f3", "escape", "f3", "escape")
         await driver.until_idle()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from nanochat.settings import Preset
 from nanochat.ui.message import AnswerMessage, ReasoningView
 from tests.backend.fake_server import Asked, FakeServer, Reply, break_off, fake_server, refuse, say, talk_on
 from tests.backend.test_metrics import recorded
+from tests.terminal import until
 from tests.ui.driver import Driver, plain, started
 
 
@@ -292,9 +292,7 @@ async def test_leaving_while_a_server_says_nothing_takes_no_time(server: FakeSer
     async with started(config, hold=True) as driver:
         driver.load()
         await driver.until_seen("Connecting to 127.0.0.1")
-        start_s = time.monotonic()
-        assert driver.app.close_engine()
-    assert time.monotonic() - start_s < 5
+        until(driver.app.close_engine)  # each call waits for a moment only
     silent.close()
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from nanochat.backend.remote.config import RemoteConfig
 from nanochat.history import History
+from nanochat.ui import pane_screen
 from nanochat.ui.app import NanochatApp
 from nanochat.ui.pane_screen import DRAFT_S
 from nanochat.ui.prompt import FOLD_DRAFT
@@ -154,6 +155,7 @@ def _write_on(model: Path, file: Path, report: Path) -> None:
     """An app in which somebody writes until it is killed."""
 
     async def write() -> None:
+        pane_screen.DRAFT_S = 0.1  # so that a busy machine is not taken for a draft that waits too long
         app = NanochatApp(tiny_config(model), history_file=file)
         app._loader.start = lambda: None  # type: ignore[method-assign]
         async with app.run_test(size=(100, 30)):

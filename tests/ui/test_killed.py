@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from nanochat.history import History, Message
+from nanochat.history.store import SAVE_INTERVAL_S
 from tests.ui import streaming_app
 from tests.ui.driver import started
 
@@ -64,6 +65,7 @@ def check(file: Path, reports: list[Report]) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_killed_at_a_random_moment(long_llama: Path, tmp_path: Path, seed: int) -> None:
+    assert SAVE_INTERVAL_S < 1
     file = tmp_path / "history.db"
     check(file, kill_while_streaming(long_llama, file, tmp_path / "report", seed))
 

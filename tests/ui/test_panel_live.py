@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,13 @@ async def test_the_panel_is_live_while_an_answer_comes_and_still_when_idle(
         await driver.say("Go")
         await driver.until(lambda: driver.chat.live and driver.chat.live.answer.text)
         await driver.until(lambda: len({len(snapshot.stats.ttft_s) for snapshot in shown}) > 1)
-        before = len(shown)
-        await driver.pilot.pause(2.0)
-        assert 4 <= len(shown) - before <= 2 * 10
+        before, start_s = len(shown), time.monotonic()
+        await driver.until(lambda: len(shown) - before >= 8)
+        assert len(shown) - before <= 10 * (time.monotonic() - start_s) + 1
         await driver.press("escape")
         await driver.until_idle()
         await driver.until(lambda: not screen.bridge.is_active)
-        await driver.pilot.pause(0.3)
+        await driver.pilot.pause(0.3)  # what was on its way is shown
         before = len(shown)
         await driver.pilot.pause(1.0)
         assert len(shown) == before

@@ -15,8 +15,8 @@ from textual.message import Message
 from nanochat.history import History
 from nanochat.ui.paste_guard import BEGIN, END, SEQUENCE_S
 from nanochat.ui.textual_private import let_pastes_be_pastes
-from tests.terminal import until
-from tests.test_signals import QUICK_S, running_app
+from tests.terminal import WAIT_S, until
+from tests.test_signals import running_app
 
 ATTACK = "x\x1b[31m\r/rename PWNED\r" + "1234567890" * 8 + "\rsent\x1b\x1b[A\r"
 PIECES = st.sampled_from(
@@ -75,7 +75,7 @@ def test_in_a_real_terminal_it_stays_in_the_prompt(long_llama: Path, tmp_path: P
         terminal.send(f"{BEGIN}{ATTACK}{END}")
         until(lambda: b"sent" in terminal.written.rpartition(b"unsent")[2])
         terminal.send("\x11")
-        assert terminal.wait(QUICK_S) == 0
+        assert terminal.wait(WAIT_S) == 0
     with History(tmp_path / "history.db") as history:
         (chat,) = history.restore_tabs()
         assert (len(history.path(chat.id)), chat.title) == (2, "question")

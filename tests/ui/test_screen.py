@@ -115,8 +115,7 @@ async def test_what_begins_or_is_stopped_is_looked_for_at_once_while_another_cha
         monkeypatch.setattr(bridge, "poll", lambda: looks.append(time.monotonic()) or poll())
         monkeypatch.setattr(bridge, "submit", lambda chat: None)
         await driver.say("Sent, but not taken yet")
-        await driver.pilot.pause(0.2)
-        assert looks
+        await driver.until(lambda: looks)
         driver.chat.withdraw()
         await driver.until(lambda: next_look_s(driver) > 10)
         await driver.press("alt+2", "escape")
