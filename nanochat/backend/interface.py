@@ -147,7 +147,7 @@ class About:
 
 
 class Backend(Protocol):
-    """What answers chats. All methods but :meth:`start` return at once; each is for any thread."""
+    """What answers chats. All methods but :meth:`start` and :meth:`count` return at once; each is for any thread."""
 
     @property
     def about(self) -> About: ...
@@ -158,6 +158,11 @@ class Backend(Protocol):
         Raises:
             Refused: the prompt is too long, or asks for what this backend can't do.
             NanochatError: it can't be answered for another reason.
+        """
+
+    def count(self, turn: Turn) -> int | None:
+        """Tokens of the prompt, with the partial answer; None where they can't be known. May take as long as
+        :meth:`start`, and raises what its prompt raises.
         """
 
     def forget(self, chat_id: int) -> None:

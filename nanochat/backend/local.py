@@ -13,7 +13,7 @@ from nanochat.sanitize import sanitize_line
 
 
 class LocalBackend:
-    """Owns the engine. :meth:`start` is for one thread at a time."""
+    """Owns the engine. :meth:`start` and :meth:`count` are for one thread at a time."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -51,6 +51,9 @@ class LocalBackend:
             offer = self._contexts.drop_offer(turn, self.engine.max_model_len)
             raise Refused(str(error), offer) from error
         return Started(handle, self.about.reasoning_tags, prepared.opens_reasoning, prepared.partial)
+
+    def count(self, turn: Turn) -> int:
+        return len(self._contexts.prepare(turn).token_ids)
 
     def forget(self, chat_id: int) -> None:
         self._contexts.forget(chat_id)

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from textual.message import Message as TextualMessage
@@ -22,7 +22,7 @@ from nanochat.engine.config import SamplingParams
 from nanochat.engine.outputs import RequestOutput
 from nanochat.errors import NanochatError
 from nanochat.sanitize import Sanitizer
-from nanochat.ui.chat import Chat
+from nanochat.ui.chat import Chat, Counted, Message
 from nanochat.ui.restoring import joined_outputs
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,14 @@ class AnswersGrew(TextualMessage, bubble=False):
     """New text of one or more chats: one message for all that has come at a time."""
 
     grown: list[Grown]
+
+
+@dataclass
+class ContextCounted(TextualMessage):
+    """What a chat comes to."""
+
+    chat_id: int
+    counted: Counted
 
 
 @dataclass
@@ -127,8 +135,8 @@ class Bridge:
         self._keep = keep
         self._keep_end = keep_end
         self._live: dict[int, _Live] = {}
-        self._prompts: queue.SimpleQueue[Turn | int | None] = queue.SimpleQueue()
-        """Turns to submit, ids of chats to forget, and the end; in the order in which they came."""
+        self._prompts: queue.SimpleQueue[Turn | _ToCount | int | None] = queue.SimpleQueue()
+        """Turns to submit and to count, ids of chats to forget, and the end; in the order in which they came."""
         self._stopping: set[int] = set()
         threading.Thread(target=self._submit_prompts, name="nanochat-submit", daemon=True).start()
 
@@ -153,17 +161,25 @@ class Bridge:
     def submit(self, chat: Chat) -> None:
         """Send the chat's path up to its last question; :class:`AnswerStarted` or a refusal follows."""
         self._stopping.discard(chat.id)
-        self._prompts.put(
-            Turn(
-                chat_id=chat.id,
-                system=chat.system,
-                started=chat.started,
-                messages=tuple(message for message in chat.context if message is not chat.live),
-                sampling={**self._sampling, **chat.sampling},
-                enable_thinking=chat.enable_thinking,
-                keep_reasoning=chat.keep_reasoning,
-                partial=chat.live.partial if chat.live is not None else None,
-            )
+        self._prompts.put(self._turn(chat, chat.live, chat.live.partial if chat.live is not None else None))
+
+    def count(self, chat: Chat) -> None:
+        """Have the context of a chat at rest be counted; :class:`ContextCounted` follows."""
+        answer = chat.last_answer
+        counted = chat.counted = Counted(chat.path[-1], chat.dropped_turns)
+        turn = self._turn(chat, answer, answer.output if answer is not None else None)
+        self._prompts.put(_ToCount(turn, counted))
+
+    def _turn(self, chat: Chat, answer: Message | None, partial: RequestOutput | None) -> Turn:
+        return Turn(
+            chat_id=chat.id,
+            system=chat.system,
+            started=chat.started,
+            messages=tuple(message for message in chat.context if message is not answer),
+            sampling={**self._sampling, **chat.sampling},
+            enable_thinking=chat.enable_thinking,
+            keep_reasoning=chat.keep_reasoning,
+            partial=partial,
         )
 
     def track(self, chat_id: int, handle: AnswerHandle, partial: RequestOutput | None = None) -> None:
@@ -270,11 +286,25 @@ class Bridge:
         self._prompts.put(None)
         return self.backend
 
+    def _count(self, wanted: _ToCount) -> None:
+        """Runs on the submitting thread."""
+        try:
+            num_tokens = self.backend.count(wanted.turn)
+        except (
+            Exception
+        ) as error:  # the template may raise anything; whoever sends the prompt will hear of it
+            logger.info("a context could not be counted: %s", type(error).__name__)
+        else:
+            self._post(ContextCounted(wanted.turn.chat_id, replace(wanted.counted, num_tokens=num_tokens)))
+
     def _submit_prompts(self) -> None:
         """Runs on the submitting thread, a daemon that ends with the process or when it is released."""
         while (prompt := self._prompts.get()) is not None:
             if isinstance(prompt, int):
                 self.backend.forget(prompt)
+                continue
+            if isinstance(prompt, _ToCount):
+                self._count(prompt)
                 continue
             try:
                 started = self.backend.start(prompt)
@@ -294,6 +324,12 @@ class Bridge:
                         started.partial,
                     )
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class _ToCount:
+    turn: Turn
+    counted: Counted
 
 
 def _refusal(chat_id: int, error: NanochatError) -> AnswerRefused:

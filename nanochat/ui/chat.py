@@ -113,6 +113,17 @@ class Note:
     action_label: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What a chat's context comes to where no answer tells."""
+
+    last: Message
+    """The message that ends it."""
+    dropped_turns: int
+    num_tokens: int | None = None
+    """None: it is being counted, or can't be."""
+
+
 @dataclass(slots=True, eq=False)
 class Chat:
     """A conversation in a tab. Only the UI thread changes it."""
@@ -148,6 +159,8 @@ class Chat:
     """Whether earlier reasoning stays in the context also where the template leaves it out."""
     store_id: int | None = None
     """Its id in the history once it is saved there."""
+    counted: Counted | None = None
+    """What was counted last; it holds as long as it fits the path."""
 
     @property
     def is_busy(self) -> bool:
@@ -181,12 +194,31 @@ class Chat:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the context after the newest answer on the path that tells them; 0 before one."""
-        for message in reversed(self.path):
+        """Tokens of the context as counted, or after the newest answer on the path that tells them; 0 before one."""
+        path = self.path
+        if self._has_counted(path) and self.counted is not None and self.counted.num_tokens is not None:
+            return self.counted.num_tokens
+        for message in reversed(path):
             if message.output is not None and message.output.metrics.prompt_tokens:
                 metrics = message.output.metrics
                 return metrics.prompt_tokens + metrics.completion_tokens
         return 0
+
+    @property
+    def needs_count(self) -> bool:
+        """Whether the last message doesn't tell what the context comes to, as one that was cut off or imported."""
+        if self.is_busy:
+            return False
+        path = self.path
+        if not path or self._has_counted(path):
+            return False
+        output = path[-1].output
+        return output is None or not output.metrics.prompt_tokens
+
+    def _has_counted(self, path: Sequence[Message]) -> bool:
+        counted = self.counted
+        is_last = counted is not None and bool(path) and counted.last is path[-1]
+        return is_last and counted is not None and counted.dropped_turns == self.dropped_turns
 
     def ask(self, text: str) -> Message:
         """Add a user's message and the answer to come; returns the answer.

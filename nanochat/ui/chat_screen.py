@@ -18,7 +18,7 @@ from nanochat.backend.interface import DropOffer
 from nanochat.sanitize import sanitize, sanitize_line
 from nanochat.ui import formatting as fmt
 from nanochat.ui.archive import Archive
-from nanochat.ui.bridge import AnswerEnded, AnswerRefused, AnswersGrew, AnswerStarted, Bridge
+from nanochat.ui.bridge import AnswerEnded, AnswerRefused, AnswersGrew, AnswerStarted, Bridge, ContextCounted
 from nanochat.ui.chat import Chat, Phase
 from nanochat.ui.chrome import LoadState, Welcome, is_over_server, ways_out
 from nanochat.ui.history_opening import HistoryOpened
@@ -131,6 +131,7 @@ class ChatScreen(PaneScreen):
             self.notify(NO_TEMPLATE, severity="warning", timeout=NO_TEMPLATE_S, markup=False)
         for chat in self.workspace.chats:
             self._mark_reasoning(chat)
+            chat.counted = None  # by the model before
         self.show_load(LoadState(model=f"{about.model} · {about.place}"))
         if about.refresh_s is not None:
             self._idle_timer = self.set_interval(about.refresh_s, self._show_idle)
@@ -250,6 +251,12 @@ class ChatScreen(PaneScreen):
             self.post_message(self.Refused(chat))
         self.show_stats()
 
+    def on_context_counted(self, event: ContextCounted) -> None:
+        chat = self.workspace.find(event.chat_id)
+        if chat is not None:
+            chat.counted = event.counted
+            self.show_stats()
+
     def forget_refusal(self, chat: Chat) -> None:
         """The offer that came with the last refusal no longer holds."""
         self.refusals.pop(chat.id, None)
@@ -311,6 +318,8 @@ class ChatScreen(PaneScreen):
             self.show_tabs()
             return
         self._shown_s = time.monotonic()
+        if workspace.active.needs_count:
+            bridge.count(workspace.active)
         stats = bridge.backend.stats(is_shown=self._panel.display or self._stats_line.display)
         chat_ids = bridge.request_ids()
         rows = update_phases(workspace.chats, chat_ids, stats)

@@ -173,6 +173,8 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
         pane.show_path()
         if refusal is None:
             self.tell(chat, f"{fmt.plural(turns, 'turn')} left out; the model no longer sees them.")
+            if self.bridge is not None:
+                self.bridge.count(chat)
         elif refusal.text:
             pane.withdraw_draft(refusal.text)
             self._ask(chat, refusal.text)
