@@ -219,10 +219,8 @@ class Archive:
         self._saved.pop(chat.id, None)
         if live is not None:
             metrics = RequestMetrics(completion_tokens=len(live.token_ids))
-            text = "".join(live.texts)
-            self._end(
-                live, live.output or RequestOutput(text, live.token_ids, "cancelled", None, None, metrics)
-            )
+            so_far = RequestOutput("".join(live.texts), live.token_ids, "cancelled", None, None, metrics)
+            self._end(live, live.output or so_far)
         self._early.left(chat)
 
     def _end(self, live: _Live, output: RequestOutput) -> None:
@@ -237,6 +235,8 @@ class Archive:
         self._live.pop(chat.id, None)
         if gone is not None and gone.store_id is not None:
             self._do(lambda history: history.delete_message(_id(gone)))
+            if path := chat.path:
+                self.chose(path[-1])
         elif chat.live is None and (answer := chat.last_answer) is not None and answer.output is not None:
             output = answer.output
             if answer.store_id is not None:

@@ -52,6 +52,8 @@ class Message:
     children: list[Message] = field(default_factory=list)
     chosen: int = 0
     """Which child the path goes through."""
+    beside: Message | None = None
+    """The sibling that the path went through when this one was added."""
     answer: AnswerText = field(default_factory=AnswerText)
     """An answer's text as shown, while it streams and after."""
     output: RequestOutput | None = None
@@ -72,15 +74,17 @@ class Message:
     def add(self, child: Message) -> Message:
         """Append a branch and choose it."""
         child.parent = self
+        child.beside = self.children[self.chosen] if self.children else None
         self.children.append(child)
         self.chosen = len(self.children) - 1
         return child
 
     def remove(self) -> None:
-        """Take this branch out of the tree."""
-        if self.parent is not None:
-            self.parent.children.remove(self)
-            self.parent.chosen = max(0, len(self.parent.children) - 1)
+        """Take this branch out of the tree; the path goes where it went before, or else through the newest."""
+        if (parent := self.parent) is not None:
+            parent.children.remove(self)
+            chosen = [place for place, sibling in enumerate(parent.children) if sibling is self.beside]
+            parent.chosen = chosen[0] if chosen else max(0, len(parent.children) - 1)
             self.parent = None
 
     @property
@@ -328,7 +332,11 @@ class Chat:
         for message in path:
             # A text of its own: the answer may be continued in either chat.
             answer = message.answer.copy()
-            end = end.add(replace(message, parent=None, children=[], chosen=0, answer=answer, store_id=None))
+            end = end.add(
+                replace(
+                    message, parent=None, beside=None, children=[], chosen=0, answer=answer, store_id=None
+                )
+            )
         if partial is not None:  # it goes on there, and stays as it was here
             end.answer.replace(sanitize(partial.text))
             end.output, end.partial = partial, None

@@ -119,6 +119,9 @@ class ChatScreen(PaneScreen):
         self.bridge = None
         if self._idle_timer is not None:
             self._idle_timer.stop()
+        for chat in self.workspace.chats:  # another model's context may be larger, or smaller
+            self.forget_refusal(chat)
+            chat.warned_context = False
         self.show_load(LoadState())
         self.show_tabs()
 
@@ -160,6 +163,7 @@ class ChatScreen(PaneScreen):
 
     def send(self, chat: Chat) -> None:
         """Submit the chat's question, or let it wait for the model."""
+        self.forget_refusal(chat)
         if chat.live is not None:
             chat.live.model = self.archive.model
         is_new = chat.store_id is None
@@ -258,9 +262,13 @@ class ChatScreen(PaneScreen):
             self.show_stats()
 
     def forget_refusal(self, chat: Chat) -> None:
-        """The offer that came with the last refusal no longer holds."""
+        """The offer that came with the last refusal no longer holds, as other messages than it was about are sent."""
         self.refusals.pop(chat.id, None)
-        chat.notes = [note for note in chat.notes if note.action_id != DROP_ACTION]
+        notes = [note for note in chat.notes if note.action_id != DROP_ACTION]
+        if len(notes) < len(chat.notes):
+            chat.notes = notes
+            if self.is_open(chat):
+                self.pane(chat).show_path()
 
     def _warn_of_context(self, chat: Chat) -> None:
         limit = self.bridge.backend.about.context_limit if self.bridge is not None else None

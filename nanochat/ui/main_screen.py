@@ -142,6 +142,7 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
         if self.chat.is_busy:
             self.notify("Stop the answer first (Esc), then edit a message.")
             return
+        self.forget_refusal(self.chat)
         self.chat.editing = message
         self.pane(self.chat).begin_edit(message.text)
 
@@ -219,6 +220,7 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
             self.notify("Stop the answer first (Esc), then look at another one.")
         elif chat.choose_branch(message, step) and message.parent is not None:
             chosen = message.parent.children[message.parent.chosen]
+            self.forget_refusal(chat)
             self.archive.chose(chosen)
             self.pane(chat).show_path(chosen)
             self.show_stats()

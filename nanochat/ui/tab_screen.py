@@ -195,6 +195,7 @@ class TabScreen(ChatScreen):
         if message is not None and (not is_elsewhere or not chat.is_busy):
             if is_elsewhere:
                 chat.choose(message)
+                self.forget_refusal(chat)
                 self.archive.chose(message)
             self._show(chat)
             self.pane(chat).show_path(message)

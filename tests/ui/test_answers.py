@@ -212,6 +212,38 @@ async def test_an_offer_ends_with_the_messages_it_was_about(tiny_llama: Path) ->
         assert (driver.chat.dropped_turns, driver.chat.path) == (0, [])
 
 
+@pytest.mark.parametrize("way", ["another question", "another branch", "an edit", "another model"])
+async def test_an_offer_ends_when_something_else_is_to_be_sent(tiny_llama: Path, way: str) -> None:
+    async with started(tiny_llama, max_model_len=160, num_kv_blocks=32) as driver:
+        main = driver.app.main_screen
+        await driver.ask("a" * 40)
+        await driver.ask("b" * 30)
+        await driver.press("ctrl+r")
+        await driver.until(lambda: driver.chat.path[-1].branch[1] == 2)
+        await driver.until_idle()
+        await driver.say("c" * 60)
+        await driver.until(lambda: isinstance(driver.app.screen, Confirm))
+        await driver.press("escape")
+        assert any("Leave out and send" in notice for notice in driver.notices())
+        driver.chat.warned_context = True
+        if way == "another question":
+            driver.pane.take_prompt()
+            await driver.ask("d")
+        elif way == "another branch":
+            main.action_previous_branch()
+        elif way == "an edit":
+            main.action_edit()
+        else:
+            main.release()
+            assert not driver.chat.warned_context
+        questions = [message.text for message in driver.chat.path if message.role == "user"]
+        await driver.until(lambda: not any("Leave out and send" in notice for notice in driver.notices()))
+        main.action_drop_oldest()
+        await driver.until_told("/drop 1 leaves out the oldest turn")
+        assert [message.text for message in driver.chat.path if message.role == "user"] == questions
+        assert len(driver.chat.context) == len(driver.chat.path)
+
+
 async def test_a_message_that_fits_alone_in_no_way_gets_no_offer(tiny_llama: Path) -> None:
     async with started(tiny_llama, max_model_len=64, num_kv_blocks=16) as driver:
         await driver.say("x" * 300)

@@ -193,3 +193,21 @@ class TestAtTheEnd:
         assert problem == (
             None if is_heard else "This chat is open in another nanochat; close it there, then delete it."
         )
+
+
+def test_an_answer_that_is_withdrawn_leaves_the_path_where_it_was(file: Path) -> None:
+    archive, chat = opened(file, Sent()), Chat()
+    for number in range(2):
+        chat.ask("Question") if number == 0 else chat.begin_answer(chat.path[0])
+        archive.keep(chat)
+        message = chat.live
+        assert message is not None
+        chat.end_answer(RequestOutput(f"answer {number}", [1], "stop", None, None, RequestMetrics()))
+        archive.ended(chat, message)
+    chat.choose_branch(chat.path[1], -1)
+    archive.chose(chat.path[1])
+    chat.begin_answer(chat.path[0])
+    archive.keep(chat)
+    archive.withdrew(chat, chat.withdraw()[1])
+    assert archive.close(WAIT_S) is None
+    assert [message.text for message in path_of(file, "Question")] == ["Question", "answer 0"]

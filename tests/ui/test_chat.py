@@ -61,6 +61,20 @@ def test_withdrawing_a_second_answer_keeps_the_question_and_the_first() -> None:
     assert texts(chat) == ["q1", "a1"]
 
 
+@pytest.mark.parametrize("shown", [0, 1, 2])
+def test_a_withdrawn_answer_leaves_the_one_in_view_that_was_in_view(shown: int) -> None:
+    chat = answered(Chat(), ("q1", "a1"))
+    question = chat.path[0]
+    for text in ("b1", "c1"):
+        chat.begin_answer(question)
+        chat.end_answer(output(text))
+    question.chosen = shown
+    before = texts(chat)
+    chat.begin_answer(question)
+    chat.withdraw()
+    assert texts(chat) == before
+
+
 def test_a_fork_has_the_path_and_lives_on_its_own() -> None:
     chat = answered(Chat(system="s", sampling={"seed": 1}), ("q1", "a1"))
     fork = chat.fork()
