@@ -2,7 +2,8 @@
 
 Write-ahead logging lets readers go on while the one writer writes, and ``synchronous=NORMAL`` waits for
 the disk only at checkpoints: a killed process loses nothing that was committed, a power cut at most the
-last transactions, and neither damages the file.
+last transactions, and neither damages the file. Where the system can't have such a log, every transaction
+waits for the disk instead (``synchronous=FULL``), for the same.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from nanochat.history.search import segmented
 
 BUSY_TIMEOUT_S = 5.0
 """How long to wait for another process's transaction."""
+
+_HEADER_BYTES = 100
+"""Of a database file; the application's id is at 68."""
 
 MIN_SQLITE = (3, 37, 0)
 """The first release with STRICT tables."""
@@ -58,10 +62,11 @@ class Database:
             HistoryError: the file is another program's or a newer version's, or can't be upgraded now.
             sqlite3.Error: the file can't be read or written.
         """
+        version = _look(self._writer, self._path, migrations)
         if self._path is not None:
-            self._writer.execute("PRAGMA journal_mode = WAL")
-            self._writer.execute("PRAGMA synchronous = NORMAL")
-        _migrate(self._writer, self._path, is_in_use, migrations)
+            mode = self._writer.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+            self._writer.execute(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")
+        _migrate(self._writer, self._path, version, is_in_use, migrations)
         self._writer.execute("PRAGMA foreign_keys = ON")
 
     @contextlib.contextmanager
@@ -117,6 +122,37 @@ def _add_functions(connection: sqlite3.Connection) -> None:
     connection.create_function("segmented", 1, segmented, deterministic=True)
 
 
+def claim_file(path: Path) -> None:
+    """Make the file for the user alone if it is none yet or ours, and leave any other as it is.
+
+    Raises:
+        HistoryError: it is another program's database.
+        sqlite3.Error: it is no database, or can't be read.
+        OSError: it can't be read or made.
+    """
+    _refuse_foreign_file(path)
+    create_private(path)
+
+
+def _refuse_foreign_file(path: Path) -> None:
+    """See whether a file is ours, or none yet, without a trace on it or beside it."""
+    if not path.is_file():  # none yet, or something that no database can be made of
+        return
+    with path.open("rb") as file:
+        header = file.read(_HEADER_BYTES)
+    if not header or int.from_bytes(header[68:72]) == APPLICATION_ID:
+        return
+    # What it is may stand in its log only. Without a log, none is to be made; and a transaction that was cut
+    # short can only be seen by who may take it back.
+    if path.with_name(f"{path.name}-journal").exists():
+        how = "mode=rw"
+    else:
+        how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
+    uri = f"{path.absolute().as_uri()}?{how}"
+    with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S)) as connection:
+        _look(connection, path, MIGRATIONS)
+
+
 def create_private(path: Path) -> None:
     """Make the file and its folder, for the user alone; SQLite gives its other files the same mode.
 
@@ -136,12 +172,10 @@ def create_private(path: Path) -> None:
 def _migrate(
     connection: sqlite3.Connection,
     path: Path | None,
+    version: int,
     is_in_use: Callable[[sqlite3.Connection], bool],
     migrations: Sequence[Migration],
 ) -> None:
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
-    _refuse_foreign(connection, path, version, len(migrations))
-    _refuse_altered(connection, path, migrations[:version])
     if version == len(migrations):
         return
     if version and path is not None:
@@ -163,6 +197,14 @@ def _migrate(
     except BaseException:
         roll_back(connection)
         raise
+
+
+def _look(connection: sqlite3.Connection, path: Path | None, migrations: Sequence[Migration]) -> int:
+    """The version of tables that are ours, and as we made them; changes nothing."""
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    _refuse_foreign(connection, path, version, len(migrations))
+    _refuse_altered(connection, path, migrations[:version])
+    return version
 
 
 def _refuse_foreign(connection: sqlite3.Connection, path: Path | None, version: int, known: int) -> None:

@@ -90,6 +90,11 @@ def storable_text(text: str) -> str:
     return text if text.isascii() else _SURROGATES.sub("\ufffd", text)
 
 
+def storable_or_none(text: str | None) -> str | None:
+    """The same of a text that may be missing."""
+    return None if text is None else storable_text(text)
+
+
 def encode_token_ids(token_ids: Iterable[int]) -> bytes:
     """Four little-endian bytes an id.
 

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from nanochat.errors import HistoryError
 from nanochat.history import changes, queries, transfer
-from nanochat.history.database import Database, create_private, explain, explaining, require_sqlite
+from nanochat.history.database import Database, claim_file, explain, explaining, require_sqlite
 from nanochat.history.drafts import Drafts, claim_drafts
 from nanochat.history.records import (
     Chat,
@@ -28,6 +28,7 @@ from nanochat.history.records import (
     SearchHit,
     encode_mapping,
     encode_token_ids,
+    storable_or_none,
     storable_text,
 )
 from nanochat.history.rows import ChatRow, MessageRow, imported_rows
@@ -148,7 +149,7 @@ class History:
         row = ChatRow(
             id=self._next_id(),
             title=storable_text(title),
-            system=_storable_or_none(system),
+            system=storable_or_none(system),
             model=storable_text(model),
             sampling=encode_mapping(sampling or {}),
             dropped_turns=0,
@@ -174,7 +175,7 @@ class History:
         self._submit(
             changes.configure_chat,
             chat_id,
-            _storable_or_none(system),
+            storable_or_none(system),
             storable_text(model),
             encode_mapping(sampling),
             max(0, dropped_turns),
@@ -289,7 +290,7 @@ class History:
             text=storable_text(text),
             token_ids=encode_token_ids(token_ids),
             finish_reason=storable_text(finish_reason),
-            error=_storable_or_none(error),
+            error=storable_or_none(error),
             metrics=encode_mapping(metrics or {}),
             now=time.time(),
         )
@@ -358,7 +359,7 @@ class History:
     def _open(self) -> Database:
         require_sqlite()
         if self._path is not None:
-            create_private(self._path)
+            claim_file(self._path)
         with self._sessions.opening():
             database = Database(self._path)
             try:
@@ -394,7 +395,3 @@ class History:
         if new_id >= self._id_limit:
             raise HistoryError("This session has made too many messages; close nanochat and start it again.")
         return new_id
-
-
-def _storable_or_none(text: str | None) -> str | None:
-    return None if text is None else storable_text(text)

@@ -38,6 +38,11 @@ def user_version(file: Path) -> int:
         return connection.execute("PRAGMA user_version").fetchone()[0]
 
 
+def traces(folder: Path) -> dict[str, bytes]:
+    """Every file but the log's index, in which readers note where they are."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith("-shm")}
+
+
 class TestPermissions:
     def test_only_the_user_may_read(self, file: Path) -> None:
         old = os.umask(0)
@@ -154,6 +159,59 @@ class TestUpgrade:
                 connection.execute(f"PRAGMA user_version = {version}")
             with pytest.raises(HistoryError, match="a database of another program"):
                 History(path)
+
+    @pytest.mark.parametrize("mode", ["delete", "wal"])
+    @pytest.mark.parametrize("is_open", [False, True])
+    def test_and_left_as_it_is(self, tmp_path: Path, mode: str, is_open: bool) -> None:
+        path = tmp_path / "history.db"
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute(f"PRAGMA journal_mode = {mode}")
+            connection.execute("CREATE TABLE theirs (a)")
+            path.chmod(0o664)
+            if not is_open:
+                connection.close()
+            before = traces(tmp_path)
+            with pytest.raises(HistoryError, match="a database of another program"):
+                History(path)
+            assert traces(tmp_path) == before
+            assert path.stat().st_mode & 0o777 == 0o664
+
+    def test_a_first_start_that_was_cut_short_is_taken_up(self, file: Path) -> None:
+        """Its tables are not made yet, or stand in the log alone."""
+        file.parent.mkdir()
+        with contextlib.closing(sqlite3.connect(file)) as connection:
+            connection.execute("PRAGMA journal_mode = WAL")
+        copies = [file.with_name(name) for name in ("copy.db", "copy.db-wal")]
+        with History(file) as history:
+            history.create_chat("Chat")
+            history.flush()
+            for original, copy in zip((file, file.with_name("history.db-wal")), copies, strict=True):
+                shutil.copy(original, copy)
+        assert copies[0].read_bytes()[68:72] == bytes(4)
+        with History(copies[0]) as history:
+            assert [chat.title for chat in history.list_chats()] == ["Chat"]
+
+    def test_where_there_can_be_no_log_every_transaction_waits_for_the_disk(
+        self, file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        file.parent.mkdir()
+        connect = sqlite3.connect
+
+        def connect_without(path: Path, **options: object) -> sqlite3.Connection:
+            return connect(f"file:{path}?vfs=unix-dotfile", uri=True, **options)  # type: ignore[call-overload]
+
+        for connection_of, modes in ((connect, ("wal", 1)), (connect_without, ("delete", 2))):
+            monkeypatch.setattr(sqlite3, "connect", connection_of)
+            database = Database(file.with_name(modes[0]))
+            monkeypatch.setattr(sqlite3, "connect", connect)
+            database.prepare(lambda connection: False)
+            with database.writing() as connection:
+                found = [
+                    connection.execute(f"PRAGMA {name}").fetchone()[0]
+                    for name in ("journal_mode", "synchronous")
+                ]
+            assert tuple(found) == modes
+            database.close()
 
     def test_an_old_sqlite_is_refused(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 34, 1))
