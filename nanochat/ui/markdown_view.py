@@ -134,6 +134,15 @@ class MarkdownView(Growing):
         self._styles.clear()
         self._strips.clear()
 
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """The lines as they are: with no border and no padding, Textual would only keep them a second time."""
+        width = self.size.width
+        if width != self.content_size.width or self.opacity != 1 or self.get_line_filters():
+            return super().render_lines(crop)
+        strips = [self.render_line(y) for y in crop.line_range]
+        start, end = crop.column_span
+        return strips if (start, end) == (0, width) else [strip.crop(start, end) for strip in strips]
+
     def render_line(self, y: int) -> Strip:
         width = self.content_size.width
         if y >= len(self._document.lines):

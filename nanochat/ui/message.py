@@ -225,7 +225,8 @@ class AnswerMessage(BlankVertical):
             self._text.replace(wanted)
         if answer.is_reasoning or self._reasoning.display or answer.reasoning:
             self._reasoning.show(answer.reasoning, answer.reasoning_tokens, answer.is_reasoning)
-        self._text.display = bool(wanted)
+        if self._text.display != bool(wanted):
+            self._text.display = bool(wanted)
         self._text.is_live = self.message is self._chat.live
 
     def show_footer(self) -> None:

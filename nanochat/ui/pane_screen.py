@@ -10,7 +10,6 @@ from typing import Literal
 
 from textual import events
 from textual.app import ComposeResult
-from textual.screen import Screen
 from textual.timer import Timer
 
 from nanochat.ui.archive import Archive
@@ -22,7 +21,7 @@ from nanochat.ui.chrome import Header, KeyBar, LoadState, TooSmall, Welcome
 from nanochat.ui.history_opening import HistoryOpened
 from nanochat.ui.stats_panel import History, StatsLine, StatsPanel
 from nanochat.ui.tab_bar import TabBar, TabStrip
-from nanochat.ui.textual_private import draw_only_changes
+from nanochat.ui.textual_private import LeanScreen
 from nanochat.ui.workspace import Workspace
 
 PANEL_COLUMNS = 96
@@ -35,12 +34,11 @@ DRAFT_S = 0.8
 PanelMode = Literal["full", "narrow", "line", "off"]
 
 
-class PaneScreen(Screen[None], Blank):
+class PaneScreen(LeanScreen, Blank):
     """Shows the workspace. One for the app."""
 
     def __init__(self, system: str | None, archive: Archive) -> None:
         super().__init__()
-        draw_only_changes(self)
         self.archive = archive
         self.workspace = Workspace(Chat(system=system))
         self.bridge: Bridge | None = None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 from textual import events
 from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
@@ -16,7 +17,8 @@ from textual.app import App
 from textual.content import Content
 from textual.geometry import Region, Size
 from textual.message import Message
-from textual.screen import Screen
+from textual.screen import UPDATE_PERIOD, Screen
+from textual.scrollbar import ScrollBar, ScrollBarRender
 from textual.strip import Strip
 from textual.timer import Timer
 from textual.widget import Widget
@@ -202,9 +204,61 @@ class _LeanCompositor(Compositor):
                 del left[y]
 
 
-def draw_only_changes(screen: Screen[Any]) -> None:
-    """Make drawing a screen of which little has changed cheap. To be called before anything is on it."""
-    screen._compositor = _LeanCompositor()
+class LeanScreen(Screen[None]):
+    """A screen of which little changes at a time, but often: what it draws, and how it comes to it, is cheap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._compositor = _LeanCompositor()
+        self._drawn_s = 0.0
+        """When it was last drawn, by the monotonic clock."""
+
+    def _on_timer_update(self) -> None:
+        self._drawn_s = time.monotonic()
+        super()._on_timer_update()
+
+    async def _on_idle(self, event: events.Idle) -> None:
+        """Draw at once what has changed, without a timer, which wakes the thread up again. Textual's own draws the
+        rest: what changes again within a sixtieth of a second, or somebody waits for, who counts on that pace.
+        """
+        has_changed = self._layout_required or self._scroll_required or self._dirty_widgets
+        is_due = time.monotonic() - self._drawn_s >= UPDATE_PERIOD
+        is_free = self.is_current and not self._callbacks and not self.app._batch_count
+        if has_changed and is_due and is_free:
+            event.prevent_default()
+            self._on_timer_update()
+
+
+class _LeanScrollBar(ScrollBar):
+    """Is drawn anew only if it looks other than before, which a line more of a long text hardly makes it."""
+
+    _look: object = None
+
+    def refresh(
+        self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
+    ) -> Self:
+        if self.is_attached and not (regions or layout or recompose):
+            before, self._look = self._look, self._new_look()
+            if self._look == before:
+                return self
+        return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
+
+    def _new_look(self) -> object:
+        bar = self.render()
+        if not isinstance(bar, ScrollBarRender):
+            return bar
+        size = self.size
+        drawn = bar.render_bar(size.height, bar.virtual_size, bar.window_size, bar.position, bar.thickness)
+        return size, bar.style, drawn.segments
+
+
+def draw_scroll_bar_seldom(widget: Widget) -> None:
+    """Make a vertical scroll bar cheap that goes along with a growing text. To be called when it is mounted."""
+    if widget._vertical_scrollbar is None:
+        bar = _LeanScrollBar(vertical=True, name="vertical", thickness=widget.scrollbar_size_vertical)
+        bar.display = False
+        widget._vertical_scrollbar = bar
+        widget.app._start_widget(widget, bar)
 
 
 def follows_end(widget: Widget) -> bool:

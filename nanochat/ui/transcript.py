@@ -16,7 +16,7 @@ from nanochat.ui.chat import Chat, Message, Note
 from nanochat.ui.markdown_view import MarkdownView
 from nanochat.ui.message import AnswerMessage, NoteView, UserMessage
 from nanochat.ui.pace import Pace
-from nanochat.ui.textual_private import follows_end
+from nanochat.ui.textual_private import draw_scroll_bar_seldom, follows_end
 
 WINDOW = 30
 """Messages shown at first."""
@@ -56,6 +56,7 @@ class Transcript(BlankVerticalScroll):
         yield self._column
 
     def on_mount(self) -> None:
+        draw_scroll_bar_seldom(self)
         self.watch(self, "scroll_y", self._look_soon, init=False)
         self._waiting_timer = self.set_interval(LAYOUT_S, self._lay_out_more, pause=True)
         self._update_welcome()

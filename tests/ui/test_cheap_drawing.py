@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import inspect
 import random
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +17,8 @@ from rich.style import Style
 from textual._compositor import ChopsUpdate, Compositor, LayoutUpdate
 from textual.app import App
 from textual.geometry import Region
-from textual.screen import Screen
+from textual.screen import UPDATE_PERIOD, Screen
+from textual.scrollbar import ScrollBar
 from textual.widget import Widget
 from textual.widgets._toast import Toast
 
@@ -23,10 +26,12 @@ from nanochat.settings import AppSettings
 from nanochat.ui.app import NanochatApp
 from nanochat.ui.blank import BlankHorizontal, BlankSwitcher, BlankVertical, BlankVerticalScroll
 from nanochat.ui.chat_screen import TIDY_ROUNDS, TIDY_S
+from nanochat.ui.chrome import Header
 from nanochat.ui.loader import YOUNG_ROUNDS
 from nanochat.ui.main_screen import MainScreen
 from nanochat.ui.markdown_view import MarkdownView
 from nanochat.ui.recent import Recent
+from nanochat.ui.transcript import Transcript
 from tests.ui.driver import ENDLESS, LONG, SIZE, Driver, started
 from tests.ui.test_screen import Scripted, output
 
@@ -137,9 +142,12 @@ def test_textual_still_has_what_the_lean_compositor_uses() -> None:
     for name in ("cuts", "visible_widgets", "_regions_to_spans", "render_partial_update"):
         assert hasattr(Compositor, name)
     assert Compositor()._dirty_regions == set()
+    assert callable(Screen._on_timer_update)
+    assert inspect.iscoroutinefunction(Screen._on_idle)
+    assert {"_layout_required", "_scroll_required", "_dirty_widgets"} <= vars(Screen()).keys()
     parameters = ["self", "size", "virtual_size", "container_size", "layout"]
     assert list(inspect.signature(Widget._size_updated).parameters) == parameters
-    assert {"_layout_cache", "_size", "_container_size"} <= vars(Widget()).keys()
+    assert {"_layout_cache", "_size", "_container_size", "_vertical_scrollbar"} <= vars(Widget()).keys()
 
 
 def changed(update: ChopsUpdate | None) -> dict[tuple[int, int], tuple[object, ...]]:
@@ -187,10 +195,12 @@ async def test_a_new_line_lays_the_screen_out_once_and_draws_no_other_line_anew(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layouts, drawn_lines = [], []
-    reflow, render_line = Compositor.reflow, MarkdownView.render_line
+    reflow, draw = Compositor.reflow, MarkdownView._draw
     monkeypatch.setattr(Compositor, "reflow", lambda *given: layouts.append(1) or reflow(*given))
     monkeypatch.setattr(
-        MarkdownView, "render_line", lambda view, y: drawn_lines.append(y) or render_line(view, y)
+        MarkdownView,
+        "_draw",
+        lambda view, line, y, width: drawn_lines.append(y) or draw(view, line, y, width),
     )
     async with started(tiny_llama) as driver:
         answer = Scripted(driver)
@@ -207,6 +217,77 @@ async def test_a_new_line_lays_the_screen_out_once_and_draws_no_other_line_anew(
         assert set(drawn_lines) == {4, 5, 6}  # the cursor stood in the first
         await answer.end(output("one\n\ntwo"))
         await driver.until(lambda: "four" not in driver.screen_text())
+
+
+async def test_a_scroll_bar_is_drawn_anew_when_it_looks_other_than_before(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with started(tiny_llama) as driver:
+        answer = Scripted(driver)
+        await answer.start()
+        await answer.push("line\n\n" * 300)
+        bar = driver.pane.query_one(Transcript).vertical_scrollbar
+        await driver.until(lambda: bar.display and bar.window_virtual_size > 600)
+        refreshed: list[ScrollBar] = []
+        refresh = ScrollBar.refresh
+        monkeypatch.setattr(
+            ScrollBar,
+            "refresh",
+            lambda bar, *given, **by: refreshed.append(bar) or refresh(bar, *given, **by),
+        )
+
+        def seen() -> list[list[tuple[object, ...]]]:
+            strips = bar.render_lines(bar.size.region)
+            return [[cell for segment in strip for cell in cells(segment)] for strip in strips]
+
+        redrawn: list[bool] = []
+        for number in range(6):
+            size, shown = bar.window_virtual_size, len(refreshed)
+            await answer.push("more\n\n" * (100 if number == 3 else 1))
+            await driver.until(lambda size=size: bar.window_virtual_size > size)
+            redrawn.append(len(refreshed) > shown)
+            as_drawn = seen()
+            refresh(bar)
+            assert seen() == as_drawn
+        assert redrawn[3]
+        assert sum(redrawn) <= 3
+        driver.pane.scroll_page(-1)
+        await driver.settle()
+        assert seen() != as_drawn
+        for change in ({"mouse_over": True}, {"mouse_over": False}):
+            before = seen()
+            for name, value in change.items():
+                setattr(bar, name, value)
+            await driver.settle()
+            assert seen() != before
+        await answer.end(output("done"))
+
+
+async def test_what_changes_is_drawn_at_once_and_sixty_times_a_second_at_most(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with started(tiny_llama) as driver:
+        screen, header = driver.app.main_screen, driver.app.main_screen.query_one(Header)
+        await driver.settle()
+        frames: list[float] = []
+        lean = type(screen._compositor).render_partial_update
+        monkeypatch.setattr(
+            type(screen._compositor),
+            "render_partial_update",
+            lambda compositor: frames.append(time.monotonic()) or lean(compositor),
+        )
+        for _ in range(100):
+            header.refresh()
+            await asyncio.sleep(0.001)
+        await driver.settle()
+        assert 2 <= len(frames) <= 60 * (frames[-1] - frames[0]) + 2
+        await asyncio.sleep(2 * UPDATE_PERIOD)
+        resumed: list[int] = []
+        monkeypatch.setattr(screen._update_timer, "resume", lambda: resumed.append(1))
+        count = len(frames)
+        header.refresh()
+        await driver.until(lambda: len(frames) > count)
+        assert not resumed
 
 
 def test_a_growing_text_leaves_nothing_behind() -> None:
