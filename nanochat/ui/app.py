@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from textual.app import App, SuspendNotSupported
 from textual.binding import BindingType
+from textual.driver import Driver
 from textual.filter import ANSIToTruecolor, LineFilter
 from textual.screen import Screen
 from textual.widgets import TextArea
@@ -46,12 +47,11 @@ from nanochat.ui.signals import EndingSignals
 from nanochat.ui.stats_panel import StatsPanel
 from nanochat.ui.terminal import UnfitTerminal, check_terminal, reserved_screen
 from nanochat.ui.textual_private import (
-    has_left_terminal,
+    lasting_driver,
     let_alt_digits_through,
     let_pastes_be_pastes,
     let_single_timers_come,
     let_text_have_no_room,
-    retake_terminal,
     write_to_terminal,
 )
 from nanochat.ui.theme import THEMES, theme_named
@@ -131,6 +131,9 @@ class NanochatApp(App[None]):
             self.animation_level = "none"
         self.set_keymap({action.id: action.keys for action in actions if action != find(action.id)})
 
+    def get_driver_class(self) -> type[Driver]:
+        return lasting_driver(super().get_driver_class(), lambda: self.signals.hang_up())
+
     def get_default_screen(self) -> Screen[None]:
         screen = self._main = MainScreen(self._system, self._archive)
         screen.panel_mode = None if self.look.panel == "auto" else self.look.panel
@@ -150,14 +153,8 @@ class NanochatApp(App[None]):
         return screen
 
     def on_mount(self) -> None:
-        self.signals.attach(self.leave, lambda: has_left_terminal(self), self._go_on)
+        self.signals.attach(self.leave)
         self.call_after_refresh(self._loader.start)  # importing PyTorch would delay the first paint
-
-    def _go_on(self, has_taken_terminal: bool) -> None:
-        """The process was stopped for a while."""
-        if not has_taken_terminal:
-            retake_terminal(self)
-        self.refresh(layout=True)
 
     async def on_history_opened(self, event: HistoryOpened) -> None:
         await self.main_screen.restore(event)
@@ -367,11 +364,12 @@ def run_app(config: BackendConfig, *, system: str | None = None, settings: Setti
         actions=actions,
         history_file=default_history_file(),
     )
-    with app.signals.awaited(), reserved_screen(log):
+    with app.signals.awaited(), reserved_screen(log, app.signals.hang_up):
         logging.basicConfig(filename=log) if log.parent.is_dir() else None
         app.run()
         is_closed = app.close_engine()
-    status = app.return_code or 0
+    # None: it has failed, and left by no way of ours.
+    status = 1 if app.return_code is None else app.return_code
     if app.unsaved is not None:
         with suppress(OSError):  # the terminal may be gone
             print(f"nanochat: {sanitize_line(app.unsaved, 2_000)}", file=sys.stderr, flush=True)

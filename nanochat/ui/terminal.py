@@ -6,15 +6,20 @@ corrupt the picture. While the app runs both lead to a log file, and Textual alo
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanochat.errors import NanochatError
 from nanochat.stray_output import diverted
 from nanochat.ui.web import is_in_browser
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 MIN_COLUMNS = 40
 MIN_ROWS = 10
@@ -60,24 +65,55 @@ def _screen_descriptor() -> int | None:
     return next((descriptor for descriptor in (2, 1) if os.isatty(descriptor)), None)
 
 
+class _Screen(io.FileIO):
+    """What Textual writes to: nothing that happens to the terminal is an error there.
+
+    Textual's thread that writes would end with the first one, and the app wait for it for ever.
+    """
+
+    def __init__(self, descriptor: int, lost: Callable[[], object]) -> None:
+        super().__init__(descriptor, "w")
+        self._lost: Callable[[], object] | None = lost
+
+    def write(self, data: ReadableBuffer) -> int:
+        """What the terminal has taken, at least a byte; or all of it, once the terminal has failed."""
+        try:
+            while self._lost is not None:
+                if (written := super().write(data)) is not None:
+                    return written
+                # Not to be waited for: other programs that have the terminal open leave that behind.
+                os.set_blocking(self.fileno(), True)
+        except OSError:
+            lost, self._lost = self._lost, None
+            if lost is not None:
+                lost()
+        return memoryview(data).nbytes
+
+
 @contextmanager
-def reserved_screen(log: Path) -> Iterator[None]:
+def reserved_screen(log: Path, lost: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Inside, descriptors 1 and 2 lead to ``log``; Textual's own output still reaches the terminal.
 
     Textual writes to ``sys.__stderr__`` and asks ``sys.__stdout__`` for the terminal's size, so both
-    are given a descriptor of their own meanwhile.
+    are given a descriptor of their own meanwhile. ``lost`` is called, on the thread that writes, when the terminal
+    takes nothing any more.
     """
-    screen = _screen_descriptor()
-    if screen is None:
+    descriptor = _screen_descriptor()
+    if descriptor is None:
         yield
         return
     saved_streams = sys.__stdout__, sys.__stderr__
-    terminal = os.fdopen(os.dup(screen), "w", encoding="utf-8", errors="replace")
+    is_blocking = os.get_blocking(descriptor)
+    screen = _Screen(os.dup(descriptor), lost)
+    terminal = io.TextIOWrapper(
+        io.BufferedWriter(screen), encoding="utf-8", errors="replace", line_buffering=True
+    )
     try:
         with diverted(log):
             sys.__stdout__ = sys.__stderr__ = terminal  # type: ignore[misc]
             yield
     finally:
         sys.__stdout__, sys.__stderr__ = saved_streams  # type: ignore[misc]
-        with suppress(OSError):  # the terminal may be gone, and take nothing any more
-            terminal.close()
+        terminal.close()
+        with suppress(OSError):
+            os.set_blocking(descriptor, is_blocking)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import time
-from collections.abc import Iterable, Iterator
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from enum import Enum
+from functools import partial
 from itertools import pairwise
 from typing import Any, Self
 
+from rich.traceback import Traceback
 from textual import events
 from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual._compositor import ChopsUpdate, Compositor
@@ -15,6 +21,7 @@ from textual._styles_cache import StylesCache
 from textual._xterm_parser import XTermParser
 from textual.app import App
 from textual.content import Content
+from textual.driver import Driver
 from textual.geometry import Region, Size
 from textual.message import Message
 from textual.screen import UPDATE_PERIOD, Screen
@@ -102,17 +109,83 @@ def write_to_terminal(app: App[Any], sequence: str) -> None:
         app._driver.write(sequence)
 
 
-def has_left_terminal(app: App[Any]) -> bool:
-    """Whether the app has given its terminal back because it is being stopped, and will take it by itself."""
-    return bool(getattr(app._driver, "_must_signal_resume", False))
+def lasting_driver(driver: type[Driver], end: Callable[[], object]) -> type[Driver]:
+    """Textual's class for the terminal, made fit for what comes upon it; another one (a browser's) as it is.
+
+    ``end`` is called, on any thread, when the terminal is gone.
+    """
+    if sys.platform == "win32" or driver is not LinuxDriver:
+        return driver
+    vars(linux_driver)["getincrementaldecoder"] = _decoder_for
+    return type("LastingDriver", (_LastingDriver,), {"end": staticmethod(end)})
 
 
-def retake_terminal(app: App[Any]) -> None:
-    """Give the terminal back and take it anew: another program may have had it meanwhile."""
-    driver = app._driver
-    if driver is not None and driver.can_suspend and driver._auto_restart:
-        driver.suspend_application_mode()
-        driver.resume_application_mode()
+if sys.platform != "win32":
+    from textual.drivers import linux_driver
+    from textual.drivers.linux_driver import LinuxDriver
+
+    class _Decoder:
+        """Decodes what is typed. Textual's own ends the app with the first byte that isn't UTF-8."""
+
+        def __init__(self, encoding: str) -> None:
+            self._decoder = getincrementaldecoder(encoding)("replace")
+
+        def decode(self, data: bytes, final: bool = False) -> str:
+            """As codecs do.
+
+            Raises:
+                EOFError: nothing was read where something was to be read: the input has ended.
+            """
+            if not data and not final:
+                raise EOFError
+            return self._decoder.decode(data, final)
+
+    def _decoder_for(encoding: str) -> Callable[[], _Decoder]:
+        return partial(_Decoder, encoding)
+
+    class _LastingDriver(LinuxDriver):
+        """Ends the app with its input, and stops and goes on (SIGTSTP, SIGCONT) on the event loop.
+
+        Textual would read the end of a closed terminal for ever. And it acts within the signal's handler, which may
+        have come upon code that holds the lock of the queue to the terminal: it would wait for itself. As it clears
+        the screen but draws only what changes afterwards, the whole screen is drawn again here. Of a stop that nobody
+        can notice (SIGSTOP) it would begin a second time, with threads beside those that it has, and hang when it
+        ends.
+        """
+
+        end: Callable[[], object]
+
+        def __init__(self, app: App[Any], **options: Any) -> None:
+            self._loop = asyncio.get_running_loop()  # first: the signals may come before this is over
+            super().__init__(app, **options)
+
+        def _sigtstp_application(self, *_: object) -> None:
+            self._soon(self._stop)
+
+        def _sigcont_application(self, *_: object) -> None:
+            self._soon(self._go_on)
+
+        def _soon(self, act: Callable[[], object]) -> None:
+            with suppress(RuntimeError):  # the loop has just been closed
+                self._loop.call_soon_threadsafe(act)
+
+        def _stop(self) -> None:
+            if not self._must_signal_resume:  # the terminal is still ours
+                super()._sigtstp_application()
+
+        def _go_on(self) -> None:
+            if not self._must_signal_resume and self._auto_restart:
+                self.suspend_application_mode()  # another program may have had it meanwhile
+            super()._sigcont_application()
+            self._app.refresh(layout=True)
+
+        def _run_input_thread(self) -> None:
+            try:
+                self.run_input_thread()
+            except (EOFError, OSError):
+                self.end()
+            except BaseException:
+                self._app.call_later(self._app.panic, Traceback())
 
 
 class LaidOutOnce(Widget):
