@@ -66,7 +66,7 @@ _SQL = (
     "UPDATE chats SET title = '{text}', system = '{text}'",
     "UPDATE chats SET tab_session = {number}, tab_position = {number}",
     "UPDATE chats SET created_at = 9e999, updated_at = 1e300",
-    "UPDATE chats SET dropped_turns = {number}",
+    "UPDATE chats SET left_out_id = {number}",
     "UPDATE chats SET id = {number}",
     "UPDATE sqlite_sequence SET seq = {number}",
     "DELETE FROM chats",
@@ -77,7 +77,7 @@ _SQL = (
     "ALTER TABLE chats RENAME TO other",
     "ALTER TABLE messages ADD COLUMN more TEXT",
     "DROP TABLE chats; CREATE VIEW chats AS WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id + 1 FROM n) "
-    "SELECT id, 't' AS title, NULL AS system, '' AS model, '{{}}' AS sampling, 0 AS dropped_turns, 0 AS "
+    "SELECT id, 't' AS title, NULL AS system, '' AS model, '{{}}' AS sampling, NULL AS left_out_id, 0 AS "
     "created_at, 0 AS updated_at, 1 AS tab_session, 1 AS tab_position, NULL AS active_child_id FROM n",
     "CREATE TRIGGER evil AFTER INSERT ON messages BEGIN DELETE FROM messages; END",
     "CREATE TRIGGER evil AFTER INSERT ON sessions BEGIN WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT "

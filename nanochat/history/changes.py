@@ -29,11 +29,16 @@ def rename_chat(connection: Connection, chat_id: int, title: str) -> None:
 
 
 def configure_chat(
-    connection: Connection, chat_id: int, system: str | None, model: str, sampling: str, dropped_turns: int
+    connection: Connection,
+    chat_id: int,
+    system: str | None,
+    model: str,
+    sampling: str,
+    left_out_id: int | None,
 ) -> None:
     cursor = connection.execute(
-        "UPDATE chats SET system = ?, model = ?, sampling = ?, dropped_turns = ? WHERE id = ?",
-        (system, model, sampling, dropped_turns, chat_id),
+        "UPDATE chats SET system = ?, model = ?, sampling = ?, left_out_id = ? WHERE id = ?",
+        (system, model, sampling, left_out_id, chat_id),
     )
     _require(cursor, "chat")
 
@@ -50,7 +55,7 @@ def clear_chat(connection: Connection, chat_id: int, now: float) -> None:
     """Delete all messages of a chat."""
     connection.execute("DELETE FROM messages WHERE chat_id = ?", (chat_id,))
     cursor = connection.execute(
-        "UPDATE chats SET active_child_id = NULL, dropped_turns = 0, updated_at = ? WHERE id = ?",
+        "UPDATE chats SET active_child_id = NULL, left_out_id = NULL, updated_at = ? WHERE id = ?",
         (now, chat_id),
     )
     _require(cursor, "chat")
@@ -65,10 +70,19 @@ def fork_chat(
     now: float,
 ) -> None:
     """Copy a chat and a path of its messages. ``copies`` are (message, its copy), oldest first."""
+    left_out = connection.execute("SELECT left_out_id FROM chats WHERE id = ?", (chat_id,)).fetchone()
     cursor = connection.execute(
-        "INSERT INTO chats (id, title, system, model, sampling, dropped_turns, created_at, updated_at, "
-        "active_child_id) SELECT ?, ?, system, model, sampling, dropped_turns, ?, ?, ? FROM chats WHERE id = ?",
-        (copy_id, title, now, now, copies[0][1] if copies else None, chat_id),
+        "INSERT INTO chats (id, title, system, model, sampling, left_out_id, created_at, updated_at, "
+        "active_child_id) SELECT ?, ?, system, model, sampling, ?, ?, ?, ? FROM chats WHERE id = ?",
+        (
+            copy_id,
+            title,
+            dict(copies).get(left_out[0]) if left_out is not None else None,
+            now,
+            now,
+            copies[0][1] if copies else None,
+            chat_id,
+        ),
     )
     _require(cursor, "chat")
     parent_id: int | None = None

@@ -23,7 +23,7 @@ from nanochat.history.search import like_pattern, match_expression, query_words,
 Connection = sqlite3.Connection
 
 _CHAT_COLUMNS = (
-    "id, title, system, model, sampling, dropped_turns, created_at, updated_at, tab_position, tab_in_view"
+    "id, title, system, model, sampling, left_out_id, created_at, updated_at, tab_position, tab_in_view"
 )
 _MAX_TITLE_HITS = 10
 
@@ -167,14 +167,14 @@ def _search_titles(connection: Connection, words: list[str], limit: int) -> list
 
 
 def _chat(row: tuple) -> Chat:
-    chat_id, title, system, model, sampling, dropped_turns, created_at, updated_at, *tab = row
+    chat_id, title, system, model, sampling, left_out_id, created_at, updated_at, *tab = row
     return Chat(
         id=chat_id,
         title=title,
         system=system,
         model=model,
         sampling=decode_mapping(sampling),
-        dropped_turns=dropped_turns,
+        left_out_id=left_out_id,
         created_at=usable_time(created_at),
         updated_at=updated_at,
         tab_position=tab[0],

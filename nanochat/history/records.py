@@ -30,8 +30,8 @@ class Chat:
     model: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The chat's own sampling settings, by parameter name. Not checked here: the file may be old."""
-    dropped_turns: int = 0
-    """Oldest turns left out of what is sent, because the user chose so."""
+    left_out_id: int | None = None
+    """The last message that isn't sent, because the user chose so; it counts on the paths that go through it."""
     created_at: float = 0.0
     updated_at: float = 0.0
     """When a message was last added or finished."""

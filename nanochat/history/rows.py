@@ -19,7 +19,7 @@ class ChatRow(NamedTuple):
     system: str | None
     model: str
     sampling: str
-    dropped_turns: int
+    left_out_id: int | None
     created_at: float
     updated_at: float
 
@@ -55,7 +55,7 @@ def imported_rows(
         system=chat.system,
         model=chat.model,
         sampling=encode_mapping(chat.sampling),
-        dropped_turns=chat.dropped_turns,
+        left_out_id=None if chat.left_out_id is None else ids[chat.left_out_id],
         created_at=chat.created_at,
         updated_at=chat.updated_at,
     )

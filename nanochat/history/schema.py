@@ -102,4 +102,32 @@ _DRAFTS: Migration = (
     ) STRICT""",
 )
 
-MIGRATIONS: tuple[Migration, ...] = (_TABLES, _LETTERS, _DRAFTS)
+_LEFT_OUT: Migration = (
+    # The last message that isn't sent, because the user chose so. A number of turns would count on every branch,
+    # also on those that had none of these turns.
+    "ALTER TABLE chats ADD COLUMN left_out_id INTEGER",
+    # On the active path: what precedes the first turn that was sent. The last turn always was.
+    """WITH RECURSIVE path (chat_id, id, parent_id, role, turn) AS (
+        SELECT chats.id, message.id, NULL, message.role, message.role = 'user'
+        FROM chats JOIN messages AS message ON message.id = coalesce(
+            (SELECT id FROM messages WHERE chat_id = chats.id AND parent_id IS NULL AND id = active_child_id),
+            (SELECT max(id) FROM messages WHERE chat_id = chats.id AND parent_id IS NULL))
+        WHERE chats.dropped_turns > 0
+        UNION ALL
+        SELECT path.chat_id, message.id, path.id, message.role, path.turn + (message.role = 'user')
+        FROM path JOIN messages AS parent ON parent.id = path.id JOIN messages AS message ON message.id = coalesce(
+            (SELECT id FROM messages
+             WHERE chat_id = path.chat_id AND parent_id = path.id AND id = parent.active_child_id),
+            (SELECT max(id) FROM messages WHERE chat_id = path.chat_id AND parent_id = path.id))
+    )
+    UPDATE chats SET left_out_id = first.parent_id
+    FROM (
+        SELECT path.chat_id, path.parent_id, max(path.turn)
+        FROM path JOIN chats ON chats.id = path.chat_id
+        WHERE path.role = 'user' AND path.turn <= chats.dropped_turns + 1 GROUP BY path.chat_id
+    ) AS first
+    WHERE first.chat_id = chats.id""",
+    "ALTER TABLE chats DROP COLUMN dropped_turns",
+)
+
+MIGRATIONS: tuple[Migration, ...] = (_TABLES, _LETTERS, _DRAFTS, _LEFT_OUT)

@@ -152,7 +152,7 @@ class History:
             system=storable_or_none(system),
             model=storable_text(model),
             sampling=encode_mapping(sampling or {}),
-            dropped_turns=0,
+            left_out_id=None,
             created_at=now,
             updated_at=now,
         )
@@ -169,7 +169,7 @@ class History:
         system: str | None,
         model: str,
         sampling: Mapping[str, Any],
-        dropped_turns: int = 0,
+        left_out_id: int | None = None,
     ) -> None:
         """Replace a chat's settings."""
         self._submit(
@@ -178,7 +178,7 @@ class History:
             storable_or_none(system),
             storable_text(model),
             encode_mapping(sampling),
-            max(0, dropped_turns),
+            left_out_id,
         )
 
     def delete_chat(self, chat_id: int, *, wait: bool = True) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn, get_args
@@ -93,7 +93,7 @@ def to_json(chat: Chat, messages: Sequence[Message]) -> str:
         "system": chat.system,
         "model": chat.model,
         "sampling": chat.sampling,
-        "dropped_turns": chat.dropped_turns,
+        "left_out": numbers.get(chat.left_out_id or 0),
         "created_at": chat.created_at,
         "updated_at": usable_time(chat.updated_at),
         "messages": [
@@ -142,23 +142,41 @@ def parse_json(data: str | bytes) -> tuple[Chat, list[Message]]:
             f"The file can't be imported: it has format version {str(fields.get('version'))[:20]}, and this "
             f"nanochat reads version {VERSION}."
         )
+    entries = fields.get("messages")
+    if not isinstance(entries, list) or len(entries) > MAX_MESSAGES:
+        fields.refuse("messages", f"a list of at most {MAX_MESSAGES:,}")
+    messages, numbers = _parse_messages(entries)
     chat = Chat(
         id=0,
         title=fields.text("title", MAX_TITLE_LENGTH),
         system=fields.text_or_none("system", MAX_TEXT_LENGTH),
         model=fields.text("model", MAX_NAME_LENGTH, ""),
         sampling=fields.options("sampling"),
-        dropped_turns=fields.count("dropped_turns"),
+        left_out_id=_left_out(fields, messages, numbers),
         created_at=fields.time("created_at"),
         updated_at=fields.time("updated_at"),
     )
-    entries = fields.get("messages")
-    if not isinstance(entries, list) or len(entries) > MAX_MESSAGES:
-        fields.refuse("messages", f"a list of at most {MAX_MESSAGES:,}")
-    return chat, _parse_messages(entries)
+    return chat, messages
 
 
-def _parse_messages(entries: list[Any]) -> list[Message]:
+def _left_out(fields: _Fields, messages: Sequence[Message], numbers: Mapping[int, int]) -> int | None:
+    """The last message that isn't sent. Earlier versions wrote how many turns of the active path weren't."""
+    own = fields.get("left_out")
+    if own is not None:
+        if type(own) is not int or own not in numbers:
+            fields.refuse("left_out", "the id of a message, or null")
+        return numbers[own]
+    dropped, turn, end, before = fields.count("dropped_turns"), 0, None, None
+    active = {message.parent_id: message for message in messages if message.is_active}
+    while dropped and (message := active.get(end)) is not None:
+        if message.role == "user" and turn <= dropped:  # the last turn is always sent
+            turn, before = turn + 1, message.parent_id
+        end = message.id
+    return before
+
+
+def _parse_messages(entries: list[Any]) -> tuple[list[Message], dict[int, int]]:
+    """The messages, and their ids by those in the file."""
     numbers: dict[int, int] = {}
     messages = []
     for number, entry in enumerate(entries, start=1):
@@ -188,7 +206,7 @@ def _parse_messages(entries: list[Any]) -> list[Message]:
                 is_active=fields.get("active") is True,
             )
         )
-    return messages
+    return messages, numbers
 
 
 def _refuse_constant(name: str) -> NoReturn:

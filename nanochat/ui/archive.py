@@ -187,7 +187,7 @@ class Archive:
                 system=chat.system,
                 model=self.model,
                 sampling=settings_of(chat),
-                dropped_turns=chat.dropped_turns,
+                left_out_id=chat.left_out.store_id if chat.left_out is not None else None,
             )
         )
 
@@ -292,7 +292,7 @@ class Archive:
             if originals[-1] is chat.live and path[-1].output is not None:
                 # It was continued; the copy has what has come since, and isn't to have it.
                 _finish(history, path[-1], path[-1].output)
-            self._saved[other.id] = (other.title, *_settings(chat)[1:])
+            self._saved[other.id] = (other.title, *_settings(chat)[1:-1], _settings(other)[-1])
 
         self._do(fork)
         self.configure(other)  # it may have been given others
@@ -343,7 +343,6 @@ class Archive:
             self._create(history, chat)
         elif chat.root.children and chat.root.children[0].store_id is None:
             self._saved.pop(chat.id, None)  # it was created for a draft, perhaps before the model was known
-        self.configure(chat)
         added = [message for message in chat.messages() if message.store_id is None]
         for message in added:
             self._add(history, chat, message)
@@ -351,12 +350,13 @@ class Archive:
         # off further up.
         if len(added) > 2 or (added and added[0].branch[1] > 1):
             self.chose(chat.path[-1])
+        self.configure(chat)  # last: it may name a message
 
     def _create(self, history: History, chat: Chat) -> None:
         chat.store_id = history.create_chat(
             chat.title, system=chat.system, model=self.model, sampling=settings_of(chat)
         )
-        self._saved[chat.id] = (*_settings(chat)[:-1], 0)
+        self._saved[chat.id] = (*_settings(chat)[:-1], None)
 
     def _add(self, history: History, chat: Chat, message: Message) -> None:
         chat_id = _id(chat)
@@ -379,7 +379,7 @@ class Archive:
 
 
 def _settings(chat: Chat) -> tuple[object, ...]:
-    return chat.title, chat.system, settings_of(chat), chat.dropped_turns
+    return chat.title, chat.system, settings_of(chat), chat.left_out.store_id if chat.left_out else None
 
 
 def _finish(history: History, message: Message, output: RequestOutput) -> None:

@@ -166,7 +166,7 @@ class Bridge:
     def count(self, chat: Chat) -> None:
         """Have the context of a chat at rest be counted; :class:`ContextCounted` follows."""
         answer = chat.last_answer
-        counted = chat.counted = Counted(chat.path[-1], chat.dropped_turns)
+        counted = chat.counted = Counted(chat.path[-1], chat.left_out)
         turn = self._turn(chat, answer, answer.output if answer is not None else None)
         self._prompts.put(_ToCount(turn, counted))
 

@@ -15,16 +15,11 @@ from enum import Enum
 from typing import Any, Literal
 
 from nanochat.engine.outputs import RequestOutput
-from nanochat.sanitize import sanitize, sanitize_line
+from nanochat.sanitize import sanitize
 from nanochat.ui.reasoning import AnswerText
+from nanochat.ui.titles import NEW_TITLE, title_from
 
 Role = Literal["root", "user", "assistant"]
-
-NEW_TITLE = "New chat"
-TITLE_LENGTH = 22
-"""Characters of a title on its tab."""
-MAX_TITLE = 60
-"""Characters of a title."""
 
 _ids = itertools.count(1)
 
@@ -123,7 +118,7 @@ class Counted:
 
     last: Message
     """The message that ends it."""
-    dropped_turns: int
+    left_out: Message | None
     num_tokens: int | None = None
     """None: it is being counted, or can't be."""
 
@@ -139,8 +134,8 @@ class Chat:
     id: int = field(default_factory=_ids.__next__)
     started: datetime = field(default_factory=lambda: datetime.now().astimezone())
     root: Message = field(default_factory=lambda: Message("root"))
-    dropped_turns: int = 0
-    """Oldest turns left out of what is sent, because the user chose so."""
+    left_out: Message | None = None
+    """The last message that isn't sent, because the user chose so; it counts on the paths that go through it."""
     phase: Phase = Phase.IDLE
     prefill_progress: float | None = None
     prefill_tokens: tuple[int, int] | None = None
@@ -182,9 +177,20 @@ class Chat:
 
     @property
     def first_sent(self) -> int:
-        """Index in the path of the first message that isn't dropped."""
-        starts = turn_starts(self.path)
-        return starts[min(self.dropped_turns, len(starts) - 1)] if starts else 0
+        """Index in the path of the first message that isn't left out: where a turn begins, at most the last one."""
+        path = self.path
+        starts = turn_starts(path)
+        if self.left_out not in path or not starts:
+            return starts[0] if starts else 0
+        after = path.index(self.left_out)
+        return next((start for start in starts if start > after), starts[-1])
+
+    def leave_out(self, turns: int) -> None:
+        """Leave so many more of the oldest turns out of what is sent, on this path and those that branch off later."""
+        path = self.path
+        starts = turn_starts(path)
+        first = starts.index(self.first_sent) + turns
+        self.left_out = path[starts[first] - 1] if first < len(starts) else path[-1]
 
     @property
     def droppable_turns(self) -> int:
@@ -193,7 +199,7 @@ class Chat:
 
     @property
     def context(self) -> list[Message]:
-        """The path without the dropped turns."""
+        """The path without the turns that are left out."""
         return self.path[self.first_sent :]
 
     @property
@@ -222,7 +228,7 @@ class Chat:
     def _has_counted(self, path: Sequence[Message]) -> bool:
         counted = self.counted
         is_last = counted is not None and bool(path) and counted.last is path[-1]
-        return is_last and counted is not None and counted.dropped_turns == self.dropped_turns
+        return is_last and counted is not None and counted.left_out is self.left_out
 
     def ask(self, text: str) -> Message:
         """Add a user's message and the answer to come; returns the answer.
@@ -319,7 +325,6 @@ class Chat:
             system=self.system,
             sampling=dict(self.sampling),
             started=self.started,
-            dropped_turns=self.dropped_turns,
             enable_thinking=self.enable_thinking,
             keep_reasoning=self.keep_reasoning,
         )
@@ -332,11 +337,10 @@ class Chat:
         for message in path:
             # A text of its own: the answer may be continued in either chat.
             answer = message.answer.copy()
-            end = end.add(
-                replace(
-                    message, parent=None, beside=None, children=[], chosen=0, answer=answer, store_id=None
-                )
-            )
+            copy = replace(message, parent=None, children=[], chosen=0, answer=answer, store_id=None)
+            end = end.add(copy)
+            if message is self.left_out:
+                other.left_out = end
         if partial is not None:  # it goes on there, and stays as it was here
             end.answer.replace(sanitize(partial.text))
             end.output, end.partial = partial, None
@@ -359,7 +363,7 @@ class Chat:
     def clear(self) -> None:
         """Forget all messages."""
         self.root = Message("root")
-        self.dropped_turns = 0
+        self.left_out = None
         self.notes.clear()
         self.title = NEW_TITLE
         self.editing = None
@@ -380,21 +384,3 @@ def _walk(message: Message) -> Iterator[Message]:
 def turn_starts(path: Sequence[Message]) -> list[int]:
     """Indices of the users' messages: where each turn begins."""
     return [index for index, message in enumerate(path) if message.role == "user"]
-
-
-def title_from(text: str) -> str:
-    """A chat's title from its first message: its beginning."""
-    return _cut(sanitize_line(text, 8 * MAX_TITLE), MAX_TITLE) or NEW_TITLE
-
-
-def short_title(title: str) -> str:
-    """As much of a title as a tab shows."""
-    return _cut(sanitize_line(title), TITLE_LENGTH)
-
-
-def _cut(line: str, length: int) -> str:
-    """At a word, if there is one to cut at."""
-    if len(line) <= length:
-        return line
-    head = line[:length].rpartition(" ")[0].rstrip(" ,.;:!?")
-    return (head or line[: length - 1]) + "…"

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from nanochat.errors import InvalidOption
 from nanochat.sanitize import sanitize_line
 from nanochat.ui import formatting as fmt
-from nanochat.ui.chat import TITLE_LENGTH, Chat, title_from
+from nanochat.ui.chat import Chat
 from nanochat.ui.sampling_commands import parse_settings, shortened
 from nanochat.ui.settings_actions import SettingsActions
+from nanochat.ui.titles import TITLE_LENGTH, title_from
 
 if TYPE_CHECKING:
     from nanochat.settings import Preset

@@ -166,7 +166,7 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
                 can_go if left else "The last turn always stays; ^N opens a new chat.", severity="warning"
             )
             return
-        chat.dropped_turns += turns
+        chat.leave_out(turns)
         self.archive.configure(chat)
         chat.warned_context = False
         self.forget_refusal(chat)

@@ -55,7 +55,6 @@ def restored_chat(record: records.Chat, messages: Sequence[records.Message]) -> 
         title=sanitize_line(record.title) or "Untitled",
         sampling=_usable(record.sampling),
         started=datetime.fromtimestamp(record.created_at).astimezone(),
-        dropped_turns=record.dropped_turns,
         enable_thinking=_flag(record.sampling.get("enable_thinking")),
         keep_reasoning=record.sampling.get("keep_reasoning") is True,
         draft=sanitize(record.draft),
@@ -72,6 +71,8 @@ def restored_chat(record: records.Chat, messages: Sequence[records.Message]) -> 
             parent.chosen = min(chosen, len(parent.children) - 1)
         if saved.error:
             chat.notes.append(Note(node, sanitize_line(saved.error, 1_000), "error"))
+    if record.left_out_id is not None:
+        chat.left_out = nodes.get(record.left_out_id)
     return chat
 
 

@@ -12,8 +12,9 @@ from textual.content import Content
 from textual.message import Message
 from textual.widgets import Static
 
-from nanochat.ui.chat import Chat, Phase, short_title
+from nanochat.ui.chat import Chat, Phase
 from nanochat.ui.theme import tab_colour
+from nanochat.ui.titles import short_title
 
 _BADGES = {
     Phase.LOADING: ("◌", "$muted"),

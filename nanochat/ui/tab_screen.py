@@ -10,13 +10,14 @@ from textual.message import Message
 from nanochat.errors import HistoryError
 from nanochat.history import History
 from nanochat.sanitize import sanitize_line
-from nanochat.ui.chat import MAX_TITLE, Chat
+from nanochat.ui.chat import Chat
 from nanochat.ui.chat_screen import ChatScreen
 from nanochat.ui.dialogs import Confirm
 from nanochat.ui.restoring import restored_chat
 from nanochat.ui.search_screen import Found, SearchScreen
 from nanochat.ui.tab_bar import TabBar
 from nanochat.ui.tab_picker import PickedTab, TabPicker, TitleDialog
+from nanochat.ui.titles import MAX_TITLE
 
 
 @dataclass

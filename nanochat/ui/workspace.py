@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nanochat.ui.chat import NEW_TITLE, Chat, title_from
+from nanochat.ui.chat import Chat
 from nanochat.ui.theme import NUM_TAB_COLOURS
+from nanochat.ui.titles import NEW_TITLE, title_from
 
 
 class Workspace:

@@ -70,9 +70,9 @@ def test_an_offer_drops_as_few_turns_as_needed(tokenizer: Any) -> None:
     assert offer.tokens_before == total
     room = offer.limit - offer.limit // 8
     assert offer.tokens_after <= room
-    chat.dropped_turns = offer.turns - 1
+    chat.leave_out(offer.turns - 1)
     assert len(contexts.prompt_ids(prompt_of(chat))) > room
-    chat.dropped_turns = offer.turns
+    chat.leave_out(1)
     assert len(contexts.prompt_ids(prompt_of(chat))) == offer.tokens_after
 
 

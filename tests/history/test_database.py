@@ -117,6 +117,38 @@ class TestUpgrade:
             assert [chat.draft for chat in history.restore_tabs()] == ["draft"]
         assert user_version(file.with_name("history.db.v2.backup")) == 2
 
+    @pytest.mark.parametrize(("dropped", "left_out"), [(0, None), (1, 12), (2, 16), (9, 16)])
+    def test_turns_left_out_by_number_are_those_of_the_active_path(
+        self, file: Path, dropped: int, left_out: int | None
+    ) -> None:
+        file.parent.mkdir()
+        upgrade(file, MIGRATIONS[:3])
+        # Of the second question, the older branch is the active one; of the third, none is known to be.
+        parents = {11: None, 12: 11, 13: 12, 14: 12, 15: 14, 16: 13, 17: 16, 18: 16}
+        users, active = {11, 13, 14, 17, 18}, {11: 12, 12: 13, 13: 16, 16: 99}
+        with contextlib.closing(sqlite3.connect(file)) as connection:
+            connection.create_function("segmented", 1, segmented)
+            connection.execute(
+                "INSERT INTO chats (id, title, model, sampling, dropped_turns, created_at, updated_at, active_child_id) "
+                "VALUES (1, 'a', '', '{}', ?, 1, 1, 11)",
+                (dropped,),
+            )
+            connection.executemany(
+                "INSERT INTO messages (id, chat_id, parent_id, active_child_id, role, state, text, token_ids, model, "
+                "metrics, created_at) VALUES (?, 1, ?, ?, ?, 'complete', '', x'', '', '{}', 1)",
+                [
+                    (number, parent, active.get(number), "user" if number in users else "assistant")
+                    for number, parent in parents.items()
+                ],
+            )
+            connection.commit()
+        with History(file) as history:
+            assert [message.id for message in history.path(1)] == [11, 12, 13, 16, 18]
+            assert history.chat(1).left_out_id == left_out
+            copy_id, copies = history.fork_chat(1, [11, 12], "Fork")
+            assert history.chat(copy_id).left_out_id == (copies[1] if left_out == 12 else None)
+        assert user_version(file.with_name("history.db.v3.backup")) == 3
+
     def test_what_is_only_in_the_log_is_copied_too(self, file: Path) -> None:
         history = History(file)
         history.create_chat("in the log")

@@ -41,9 +41,9 @@ class TestChats:
     def test_renaming_and_configuring(self, history: History) -> None:
         chat_id = history.create_chat("One", system="Old", sampling={"top_k": 3})
         history.rename_chat(chat_id, "Two")
-        history.configure_chat(chat_id, system=None, model="m", sampling={"seed": 1}, dropped_turns=2)
+        history.configure_chat(chat_id, system=None, model="m", sampling={"seed": 1}, left_out_id=2)
         chat = history.chat(chat_id)
-        assert (chat.title, chat.system, chat.model, chat.dropped_turns) == ("Two", None, "m", 2)
+        assert (chat.title, chat.system, chat.model, chat.left_out_id) == ("Two", None, "m", 2)
         assert chat.sampling == {"seed": 1}
 
     def test_last_used_first_page_by_page(self, history: History) -> None:

@@ -36,7 +36,7 @@ def branched(history: History) -> int:
         )
         history.add_message(chat_id, message_id, f"More {number}")
     history.configure_chat(
-        chat_id, system="Be brief.", model="tiny", sampling={"stop": ["x"], "seed": 3}, dropped_turns=1
+        chat_id, system="Be brief.", model="tiny", sampling={"stop": ["x"], "seed": 3}, left_out_id=message_id
     )
     return chat_id
 
@@ -52,6 +52,21 @@ def test_json_brings_back_everything_but_the_ids(history: History) -> None:
     assert [m.text for m in history.path(copy_id)] == ["Where to?\x1b[31m", "Hawaii 火山", "More 0"]
     assert not {m.id for m in history.tree(copy_id)} & {m.id for m in history.tree(chat_id)}
     assert len(history.search("火山")) == 3
+
+
+@pytest.mark.parametrize(("dropped", "number"), [(0, None), (1, 2), (2, 4), (9, 4)])
+def test_turns_left_out_by_number_in_an_older_file(
+    history: History, dropped: int, number: int | None
+) -> None:
+    chat_id = history.create_chat("Chat")
+    end: int | None = None
+    for turn in range(3):
+        end = history.begin_answer(chat_id, history.add_message(chat_id, end, str(turn)))
+    content = json.loads(history.export_json(chat_id))
+    assert content.pop("left_out") is None
+    copy_id = history.import_json(json.dumps(content | {"dropped_turns": dropped}))
+    ids = [None, *(message.id for message in history.path(copy_id))]
+    assert history.chat(copy_id).left_out_id == ids[number or 0]
 
 
 def test_json_holds_no_raw_control_character(history: History) -> None:
@@ -122,6 +137,8 @@ def test_what_may_be_left_out(history: History) -> None:
         (minimal(sampling={str(number): 1 for number in range(101)}), '"sampling" of the chat'),
         (minimal(sampling={"seed": 10**30}), '"sampling" of the chat'),
         (minimal(dropped_turns=-1), '"dropped_turns" of the chat'),
+        (minimal(left_out=9), '"left_out" of the chat must be the id of a message'),
+        (minimal(left_out=[]), '"left_out" of the chat must be the id of a message'),
         (minimal(created_at=True), '"created_at" of the chat must be a time'),
         (minimal(updated_at=1e300), '"updated_at" of the chat must be a time'),
         (minimal(messages={}), '"messages" of the chat must be a list'),

@@ -211,3 +211,25 @@ def test_an_answer_that_is_withdrawn_leaves_the_path_where_it_was(file: Path) ->
     archive.withdrew(chat, chat.withdraw()[1])
     assert archive.close(WAIT_S) is None
     assert [message.text for message in path_of(file, "Question")] == ["Question", "answer 0"]
+
+
+def test_turns_left_out_are_left_out_after_the_next_start_and_in_a_fork(file: Path) -> None:
+    archive, chat = opened(file, Sent()), Chat()
+    for number in range(3):
+        message = chat.ask(f"q{number}")
+        archive.keep(chat)
+        chat.end_answer(ANSWER)
+        archive.ended(chat, message)
+    chat.leave_out(1)
+    archive.configure(chat)
+    fork = chat.fork()
+    archive.forked(chat, fork)
+    fork.leave_out(1)
+    archive.configure(fork)
+    archive.save_tabs([chat, fork], chat)
+    assert archive.close(WAIT_S) is None
+    sent = Sent()
+    archive = opened(file, sent)
+    contexts = [[message.text for message in tab.context[::2]] for tab in sent.opened.tabs]
+    assert contexts == [["q1", "q2"], ["q2"]]
+    assert archive.close(WAIT_S) is None

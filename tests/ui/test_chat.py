@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from nanochat.engine.outputs import RequestMetrics, RequestOutput
-from nanochat.ui.chat import MAX_TITLE, NEW_TITLE, TITLE_LENGTH, Chat, short_title, title_from
+from nanochat.ui.chat import Chat
 from nanochat.ui.reasoning import AnswerText
+from nanochat.ui.titles import MAX_TITLE, NEW_TITLE, TITLE_LENGTH, short_title, title_from
 from nanochat.ui.workspace import Workspace
 
 
@@ -88,11 +89,29 @@ def test_a_fork_has_the_path_and_lives_on_its_own() -> None:
 
 def test_dropped_turns_leave_the_context_but_the_last_one_stays() -> None:
     chat = answered(Chat(), ("q1", "a1"), ("q2", "a2"), ("q3", "a3"))
-    chat.dropped_turns = 2
+    chat.leave_out(2)
     assert [message.text for message in chat.context if message.role == "user"] == ["q3"]
     assert chat.droppable_turns == 0
-    chat.dropped_turns = 9
+    chat.leave_out(1)
     assert chat.context == chat.path[4:]
+
+
+def test_turns_are_left_out_where_the_path_goes_through_them() -> None:
+    chat = answered(Chat(), *((f"q{number}", f"a{number}") for number in range(6)))
+    chat.leave_out(2)
+    chat.leave_out(3)
+    assert [message.text for message in chat.context if message.role == "user"] == ["q5"]
+    fork = answered(chat.fork(), ("q6", "a6"))
+    assert [message.text for message in fork.context if message.role == "user"] == ["q5", "q6"]
+    chat.editing = chat.path[10]
+    answered(chat, ("other q5", "a5"))
+    assert [message.text for message in chat.context if message.role == "user"] == ["other q5"]
+    chat.editing = chat.path[0]
+    answered(chat, ("other q0", "a0"), ("other q1", "a1"))
+    assert chat.context == chat.path
+    assert chat.droppable_turns == 1
+    chat.choose_branch(chat.path[0], -1)
+    assert [message.text for message in chat.context if message.role == "user"] == ["other q5"]
 
 
 def test_context_tokens_follow_the_chosen_branch() -> None:

@@ -175,7 +175,7 @@ async def test_refusals_give_the_question_back_and_an_offer_is_made(server: Fake
         await driver.until_seen("The context is full.")
         await driver.until_seen("to about")
         await driver.press("enter")
-        await driver.until(lambda: driver.chat.dropped_turns > 0 and not driver.chat.is_busy)
+        await driver.until(lambda: driver.chat.left_out is not None and not driver.chat.is_busy)
         assert driver.answer_text() == "It fits"
         assert len(server.chats()[-1]["messages"]) < len(server.chats()[-2]["messages"])
 
