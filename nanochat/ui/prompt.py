@@ -150,7 +150,7 @@ class Prompt(Area):
 
     def _fold(self, text: str) -> str:
         self._num_folded += 1
-        mark = f"⟦pasted text {self._num_folded}: {fmt.count(text.count(chr(10)) + 1)} lines, {fmt.count(len(text))} characters⟧"
+        mark = f"⟦pasted text {self._num_folded}: {fmt.plural(text.count(chr(10)) + 1, 'line')}, {fmt.count(len(text))} characters⟧"
         self._folded[mark] = text
         return mark
 
