@@ -186,7 +186,7 @@ class ChatPane(BlankVertical):
         if direction < 0:
             self._transcript.page_up()
         else:
-            self._transcript.scroll_page_down(animate=False)
+            self._transcript.page_down()
 
     @property
     def is_shown(self) -> bool:

@@ -18,8 +18,8 @@ from nanochat.ui.message import AnswerMessage, NoteView, UserMessage
 from nanochat.ui.pace import Pace
 from nanochat.ui.textual_private import draw_scroll_bar_seldom, follows_end
 
-WINDOW = 30
-"""Messages shown at first."""
+WINDOW = 16
+"""Messages shown at first: enough for a large screen. More come once these are seen."""
 CHUNK = 20
 """Messages that come when the view nears an end of those shown."""
 MAX_WINDOW = 90
@@ -49,6 +49,8 @@ class Transcript(BlankVerticalScroll):
         self._is_built = False
         self._is_moving = False
         self._target: Message | None = None
+        self._pages_up = 0
+        """Pages to be turned once the end that is followed is laid out."""
         self._pace = Pace()
         self._waiting_timer: Timer | None = None
 
@@ -101,6 +103,7 @@ class Transcript(BlankVerticalScroll):
             self._groups.append(group)
             self._column.mount_all(group)
         self._trim(at_top=True)
+        self._pages_up = 0
         self.anchor()
 
     def show_note(self, note: Note) -> None:
@@ -116,10 +119,37 @@ class Transcript(BlankVerticalScroll):
         self.anchor()
 
     def page_up(self) -> None:
-        """A page up: from the end, where that is followed, though the view may not have come there yet."""
+        """A page up: from the end, where that is followed, though it may not be there yet.
+
+        A text still being laid out gets longer with every slice; the page is turned when its end is known.
+        """
+        self._pages_up += 1
+        self._turn_pages()
+
+    def page_down(self) -> None:
+        """A page down, or one less up of those that wait."""
+        if self._pages_up:
+            self._pages_up -= 1
+        else:
+            self.scroll_page_down(animate=False)
+
+    def _turn_pages(self) -> None:
+        if not self._pages_up or (follows_end(self) and self._is_end_growing()):
+            return
         if follows_end(self):
             self.scroll_end(animate=False, immediate=True)
-        self.scroll_page_up(animate=False)
+        pages, self._pages_up = self._pages_up, 0
+        lines = pages * self.scrollable_content_region.height
+        self.scroll_to(y=self.scroll_y - lines, animate=False, immediate=True)
+
+    def _is_end_growing(self) -> bool:
+        """Whether a text that reaches into the last page is not yet laid out to its end."""
+        tops = [view.parent for view in self._unfinished()]
+        return any(isinstance(top, Widget) and top.virtual_region.bottom > self.max_scroll_y for top in tops)
+
+    def _unfinished(self) -> list[MarkdownView]:
+        """Texts that are not laid out to their end."""
+        return [view for view in self.query(MarkdownView) if not view.is_complete and view.size.width]
 
     def answers(self) -> list[AnswerMessage]:
         """The answers that are shown, from oldest to newest."""
@@ -133,6 +163,7 @@ class Transcript(BlankVerticalScroll):
     def _build(self, first: int) -> None:
         path = self._chat.path
         self._is_built = True
+        self._pages_up = 0
         self._first_sent = self._chat.first_sent
         self._first = max(0, first)
         last = min(len(path), self._first + WINDOW)
@@ -201,30 +232,42 @@ class Transcript(BlankVerticalScroll):
 
     def _move(self, groups: list[list[Widget]], *, at_top: bool) -> None:
         """Add messages at one end; what is in view stays where it is."""
-        fixed = self._first_in_view()
-        offset = fixed.virtual_region.y - self.scroll_y
-        is_following = at_top and follows_end(self)
-        self._is_moving = True
-        if not is_following:
-            self.release_anchor()
         widgets = [widget for group in groups for widget in group]
+        self._keep_place(widgets[0])
         if at_top:
             self._column.mount_all(widgets, before=self._groups[0][0])
             self._groups = groups + self._groups
             self._first -= len(groups)
         else:
+            self.release_anchor()  # the end in view was only that of what had been shown
             self._column.mount_all(widgets)
             self._groups += groups
         self._trim(at_top=not at_top)
 
+    def _keep_place(self, new: Widget | None = None) -> None:
+        """To be called before a change above or below the view: unless the end is followed, what is in view stays.
+
+        ``new`` is a widget that the change brings; there is nothing to keep before it has its place.
+        """
+        fixed, scroll_y = self._first_in_view(), self.scroll_y
+        before = fixed.virtual_region.y
+        self._is_moving = True
+
         def settle(tries: int) -> None:
-            if not widgets[0].virtual_region and tries:
+            if new is not None and not new.virtual_region and tries:
                 self.call_after_refresh(settle, tries - 1)
                 return
             self._is_moving = False
-            if not is_following and fixed.is_attached:
-                self.scroll_to(y=fixed.virtual_region.y - offset, animate=False, immediate=True)
-            self._look_soon()
+            moved = fixed.virtual_region.y - before if fixed.is_attached else 0
+            # Else the user has scrolled, and that holds.
+            is_cut = self.scroll_y == self.max_scroll_y < scroll_y
+            # An anchor at the end of what is shown follows nothing as long as more messages come below.
+            if moved and not (follows_end(self) and self._last == len(self._chat.path)):
+                start = scroll_y if is_cut else self.scroll_y
+                self.scroll_to(y=start + moved, animate=False, immediate=True)
+            self._turn_pages()
+            if new is not None:
+                self._look_soon()
 
         self.call_after_refresh(settle, MAX_TRIES)
 
@@ -234,27 +277,18 @@ class Transcript(BlankVerticalScroll):
 
     def _lay_out_more(self) -> None:
         """Go on with the texts for which there was no time, the newest first; what is in view stays there."""
-        views = [view for view in self.query(MarkdownView) if not view.is_complete and view.size.width]
+        views = self._unfinished()
         if not views and self._waiting_timer is not None:
             self._waiting_timer.pause()
+            self._turn_pages()  # what was waited for may have come otherwise, as an answer's next text
         if not views or self._is_moving:
             return
-        fixed = self._first_in_view()
-        before = fixed.virtual_region.y
+        self._keep_place()
         self._pace.begin()
         for view in reversed(views):
             view.lay_out_more()
             if not self._pace.has_time():
                 break
-        self._is_moving = True
-        self.call_after_refresh(self._move_along, fixed, before)
-
-    def _move_along(self, fixed: Widget, before: int) -> None:
-        """Scroll as far as a message was moved from its place, unless the end is followed; the user may have scrolled."""
-        self._is_moving = False
-        moved = fixed.virtual_region.y - before if fixed.is_attached else 0
-        if moved and not follows_end(self):
-            self.scroll_to(y=self.scroll_y + moved, animate=False, immediate=True)
 
     def _first_in_view(self) -> Widget:
         for group in self._groups:

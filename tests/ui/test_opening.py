@@ -16,7 +16,7 @@ from nanochat.history import History
 from nanochat.ui import pace
 from nanochat.ui.markdown_document import MarkdownDocument
 from nanochat.ui.markdown_view import MarkdownView
-from nanochat.ui.transcript import Transcript
+from nanochat.ui.transcript import WINDOW, Transcript
 from tests.ui.driver import Driver, started
 from tests.ui.test_search import import_chat
 
@@ -104,10 +104,10 @@ async def test_what_is_in_view_stays_while_a_long_answer_above_it_is_laid_out(
     lay_out_more = Transcript._lay_out_more
     monkeypatch.setattr(Transcript, "_lay_out_more", lambda self: None)  # until the user has scrolled
     file = tmp_path / "history.db"
-    texts = ["question", PARAGRAPHS[:40_000], *[f"message {n}\n\nand more" for n in range(16)]]
+    texts = ["question", PARAGRAPHS[:40_000], *[f"message {n}\n\nand more" for n in range(WINDOW - 2)]]
     import_chat(file, "Long", texts, as_tab=True)
     async with started(tiny_llama, history=file, hold=True) as driver:
-        await driver.until_seen("message 15")
+        await driver.until_seen(f"message {WINDOW - 3}")
         transcript = driver.pane.query_one(Transcript)
         views = driver.pane.query(MarkdownView)
         while any(not view.is_complete for view in list(views)[1:]):
@@ -148,3 +148,41 @@ async def test_a_scroll_bar_that_appears_does_not_begin_the_layout_anew(
         await until_laid_out(driver)
         assert driver.pane.query_one(Transcript).max_scroll_y > 100
     assert len(widths) == 1
+
+
+async def test_pages_turned_while_the_end_is_laid_out_count_from_the_end(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "SLICE_S", 0.0)
+    lay_out_more = Transcript._lay_out_more
+    monkeypatch.setattr(Transcript, "_lay_out_more", lambda self: None)  # until the keys are pressed
+    file = tmp_path / "history.db"
+    import_chat(file, "Long", ["question", PARAGRAPHS[:30_000]], as_tab=True)
+    async with started(tiny_llama, history=file, hold=True) as driver:
+        transcript = driver.pane.query_one(Transcript)
+        await driver.until(transcript._unfinished)
+        await driver.press("pageup", "pageup")
+        monkeypatch.setattr(Transcript, "_lay_out_more", lay_out_more)
+        while transcript._unfinished():
+            lay_out_more(transcript)
+            await driver.pilot.pause()
+        page = transcript.scrollable_content_region.height
+        await driver.until(lambda: transcript.scroll_y == transcript.max_scroll_y - 2 * page > 500)
+
+
+async def test_a_page_up_that_waits_is_taken_back_by_a_page_down(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "SLICE_S", 0.0)
+    lay_out_more = Transcript._lay_out_more
+    monkeypatch.setattr(Transcript, "_lay_out_more", lambda self: None)
+    file = tmp_path / "history.db"
+    import_chat(file, "Long", ["question", PARAGRAPHS[:20_000]], as_tab=True)
+    async with started(tiny_llama, history=file, hold=True) as driver:
+        transcript = driver.pane.query_one(Transcript)
+        await driver.until(transcript._unfinished)
+        await driver.press("pageup", "pagedown")
+        while transcript._unfinished():
+            lay_out_more(transcript)
+            await driver.pilot.pause()
+        await driver.until(lambda: transcript.scroll_y == transcript.max_scroll_y > 300)
