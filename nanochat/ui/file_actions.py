@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import re
+import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -81,14 +84,47 @@ def export(history: History, store_id: int, format: Format, files: Iterable[Path
     for file in files:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("x", encoding="utf-8") as stream:
-                stream.write(text)
+            _write_new(file, text)
         except OSError as error:
             if isinstance(error, FileExistsError) and file.parent.is_dir():
                 continue
             raise HistoryError(f"The chat can't be written to {file}: {error.strerror or error}.") from None
         return file
     raise HistoryError(f"{file} is already there; give another name.")
+
+
+def _write_new(file: Path, text: str) -> None:
+    """Make a file that has its name only once it is whole.
+
+    Raises:
+        FileExistsError: the name is taken.
+        OSError: it can't be written; nothing is left of it.
+    """
+    if os.path.lexists(file):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+    unfinished = file.with_name(f".nanochat-{secrets.token_hex(8)}.part")
+    try:
+        with unfinished.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        _give_name(unfinished, file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _give_name(unfinished: Path, file: Path) -> None:
+    try:
+        file.hardlink_to(unfinished)  # unlike renaming, it takes no name that another has
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links, or a name that can't be: this says which
+        file.open("x").close()
+        try:
+            unfinished.replace(file)
+        except BaseException:
+            file.unlink(missing_ok=True)
+            raise
 
 
 def import_from(history: History, file: Path) -> Chat:

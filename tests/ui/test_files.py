@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+from nanochat.errors import HistoryError
+from nanochat.history import History
 from nanochat.settings import AppSettings
-from nanochat.ui.file_actions import Target, candidates, file_stem, parse_target
+from nanochat.ui.file_actions import Target, candidates, export, file_stem, parse_target
 from tests.ui.driver import started
 
 
@@ -37,6 +42,55 @@ def test_a_file_is_named_after_its_chat(tmp_path: Path) -> None:
     assert stem == "trip-to-hawaï-2026-11-30"
     names = [file.name for file in itertools.islice(candidates(tmp_path, "trip", ".md"), 3)]
     assert names == ["trip.md", "trip-2.md", "trip-3.md"]
+
+
+class TestWhole:
+    """A file has its name only once it is whole."""
+
+    @pytest.fixture
+    def history(self) -> Iterator[History]:
+        with History(None) as history:
+            yield history
+
+    @pytest.mark.parametrize("has_links", [True, False])
+    def test_a_name_that_is_taken_is_left_alone(
+        self, history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+    ) -> None:
+        if not has_links:
+            monkeypatch.setattr(os, "link", refuse)
+        (tmp_path / "trip.md").write_text("theirs")
+        (tmp_path / "trip-2.md").symlink_to(tmp_path / "nowhere")
+        chat_id = history.create_chat("Trip")
+        written = export(history, chat_id, "md", candidates(tmp_path, "trip", ".md"))
+        assert written == tmp_path / "trip-3.md"
+        assert written.read_text(encoding="utf-8") == history.export_markdown(chat_id)
+        assert (tmp_path / "trip.md").read_text() == "theirs"
+        assert len(list(tmp_path.iterdir())) == 3
+
+    @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+    @pytest.mark.parametrize("call", ["fsync", "replace"])
+    def test_nothing_is_left_of_one_that_is_not(
+        self,
+        history: History,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        call: str,
+        error: BaseException,
+    ) -> None:
+        chat_id = history.create_chat("Trip")
+
+        def fail(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(os, "link", refuse)
+        monkeypatch.setattr(os, call, fail)
+        with pytest.raises((HistoryError, KeyboardInterrupt), match="No space left" if error.args else None):
+            export(history, chat_id, "md", [tmp_path / "trip.md"])
+        assert list(tmp_path.iterdir()) == []
+
+
+def refuse(*_: object) -> None:
+    raise PermissionError(errno.EPERM, "no links here")
 
 
 async def test_a_chat_is_exported_and_comes_back_with_its_branches(tiny_llama: Path, tmp_path: Path) -> None:
