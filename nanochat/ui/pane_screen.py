@@ -6,7 +6,8 @@ State lives in :class:`Workspace` and its chats; the widgets only show it. What 
 
 from __future__ import annotations
 
-from typing import Literal
+import time
+from typing import Any, Literal
 
 from textual import events
 from textual.app import ComposeResult
@@ -56,6 +57,8 @@ class PaneScreen(LeanScreen, Blank):
         self._panel = StatsPanel(self._history)
         self._stats_line = StatsLine(self._history)
         self._panes: dict[int, ChatPane] = {}
+        self._told: dict[str, float] = {}
+        """What was told in passing, and until when it stays, by the monotonic clock."""
         self._draft_timer: Timer | None = None
 
     def compose(self) -> ComposeResult:
@@ -195,6 +198,14 @@ class PaneScreen(LeanScreen, Blank):
     ) -> None:
         """Say something in the chat it concerns, where it stays."""
         self.pane(chat).show_note(chat.note(text, kind, action_id, action_label))
+
+    def notify(self, message: str, **options: Any) -> None:
+        """Tell in passing; what is still there to be read is not told again, however often a key is pressed."""
+        now_s = time.monotonic()
+        self._told = {text: end_s for text, end_s in self._told.items() if end_s > now_s}
+        if message not in self._told:
+            self._told[message] = now_s + (options.get("timeout") or self.app.NOTIFICATION_TIMEOUT)
+            super().notify(message, **options)
 
     def show_stats(self) -> None:
         """Bring up to date what changes while chats answer."""

@@ -280,6 +280,7 @@ async def test_without_a_model_no_answer_is_waited_for(tiny_llama: Path, tmp_pat
         await driver.until(lambda: any("/model NAME" in notice for notice in driver.notices()))
         for command in ("/again", "/continue", "/broadcast More", "/compare top_k=1 | top_k=2", "More"):
             driver.app.clear_notifications()
+            driver.app.main_screen._told.clear()
             await driver.say(command)
             await driver.until_told("still no model")
         assert len(driver.app.main_screen.workspace.chats) == 1
@@ -362,6 +363,7 @@ async def test_without_a_model_the_error_is_told_once_and_the_text_is_kept(tmp_p
         await driver.until_told("There is still no model to answer: /model tries again")
         await driver.press("enter")
         await driver.settle()
+        assert sum("still no model" in told.message for told in driver.app._notifications) == 1
         assert sum("nosuch" in notice for notice in driver.notices()) == 1
         assert "/model NAME loads another" in driver.notices()[-1]
         assert driver.prompt.text == "First"
