@@ -145,7 +145,7 @@ class SearchScreen(Dialog[Found | None]):
             getattr(self.query_one(OptionList), f"action_{move}")()
 
     def on_answered(self, event: Answered) -> None:
-        if event.number != self._number:
+        if event.number != self._number or self not in self.app.screen_stack:  # it was closed meanwhile
             return
         state, hits = self.query_one("#state", Static), self.query_one(OptionList)
         if isinstance(event.result, HistoryError):

@@ -10,7 +10,7 @@ from textual.widgets import OptionList
 
 from nanochat.history import History, SearchHit
 from nanochat.ui.message import AnswerMessage, UserMessage
-from nanochat.ui.search_screen import MAX_LINES, Found, SearchScreen, rows
+from nanochat.ui.search_screen import MAX_LINES, Answered, Found, SearchScreen, rows
 from nanochat.ui.transcript import MAX_WINDOW, WINDOW, Transcript
 from tests.ui.driver import SHORT, Driver, started
 
@@ -176,6 +176,18 @@ class TestSearch:
             await driver.press("enter", "down", "escape")
             assert not isinstance(driver.app.screen, SearchScreen)
             assert driver.prompt.has_focus
+
+    async def test_what_is_found_when_the_search_is_closed_is_of_no_use(
+        self, tiny_llama: Path, file: Path
+    ) -> None:
+        async with started(tiny_llama, history=file, hold=True) as driver:
+            await driver.press("f9")
+            await driver.until_seen("The chats used last")
+            screen = driver.app.screen
+            assert isinstance(screen, SearchScreen)
+            await driver.press("escape")
+            await driver.until(lambda: driver.app.screen is driver.app.main_screen)
+            screen.on_answered(Answered(screen._number, []))
 
     async def test_hits_are_shown_without_the_markup_and_codes_they_hold(
         self, tiny_llama: Path, file: Path
