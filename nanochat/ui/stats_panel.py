@@ -277,7 +277,8 @@ def _tab_lines(tabs: tuple[TabRow, ...], limit: int, width: int) -> list[Content
 
 
 def _context_share(snapshot: Snapshot) -> float | None:
-    return share(snapshot.context_tokens, snapshot.context_limit or 0)
+    # Nothing is known of a chat that was never sent, or of which a server has told nothing.
+    return share(snapshot.context_tokens, snapshot.context_limit or 0) if snapshot.context_tokens else None
 
 
 def _context_style(part: float | None) -> str:
@@ -286,7 +287,7 @@ def _context_style(part: float | None) -> str:
 
 def _context_amount(snapshot: Snapshot) -> Content:
     style = _context_style(_context_share(snapshot))
-    amount = f"{fmt.count(snapshot.context_tokens)} / {fmt.count(snapshot.context_limit)}"
+    amount = f"{fmt.count(snapshot.context_tokens or None)} / {fmt.count(snapshot.context_limit)}"
     return Content.styled(amount, style)
 
 

@@ -97,12 +97,18 @@ async def test_an_answer_of_thousands_of_paragraphs_holds_nothing_up(
     assert longest[0] < HOLD_SHARE * taken_s
 
 
+def held_back(monkeypatch: pytest.MonkeyPatch) -> Callable[[Transcript], None]:
+    """Nothing is laid out by itself any more; what is given back lays out a line or so."""
+    monkeypatch.setattr(pace, "SLICE_S", 0.0)
+    lay_out_more = Transcript._lay_out_more
+    monkeypatch.setattr(Transcript, "_lay_out_more", lambda self: None)
+    return lay_out_more
+
+
 async def test_what_is_in_view_stays_while_a_long_answer_above_it_is_laid_out(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "SLICE_S", 0.0)
-    lay_out_more = Transcript._lay_out_more
-    monkeypatch.setattr(Transcript, "_lay_out_more", lambda self: None)  # until the user has scrolled
+    lay_out_more = held_back(monkeypatch)
     file = tmp_path / "history.db"
     texts = ["question", PARAGRAPHS[:40_000], *[f"message {n}\n\nand more" for n in range(WINDOW - 2)]]
     import_chat(file, "Long", texts, as_tab=True)
@@ -153,16 +159,13 @@ async def test_a_scroll_bar_that_appears_does_not_begin_the_layout_anew(
 async def test_pages_turned_while_the_end_is_laid_out_count_from_the_end(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "SLICE_S", 0.0)
-    lay_out_more = Transcript._lay_out_more
-    monkeypatch.setattr(Transcript, "_lay_out_more", lambda self: None)  # until the keys are pressed
+    lay_out_more = held_back(monkeypatch)
     file = tmp_path / "history.db"
     import_chat(file, "Long", ["question", PARAGRAPHS[:30_000]], as_tab=True)
     async with started(tiny_llama, history=file, hold=True) as driver:
         transcript = driver.pane.query_one(Transcript)
         await driver.until(transcript._unfinished)
         await driver.press("pageup", "pageup")
-        monkeypatch.setattr(Transcript, "_lay_out_more", lay_out_more)
         while transcript._unfinished():
             lay_out_more(transcript)
             await driver.pilot.pause()
@@ -173,9 +176,7 @@ async def test_pages_turned_while_the_end_is_laid_out_count_from_the_end(
 async def test_a_page_up_that_waits_is_taken_back_by_a_page_down(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "SLICE_S", 0.0)
-    lay_out_more = Transcript._lay_out_more
-    monkeypatch.setattr(Transcript, "_lay_out_more", lambda self: None)
+    lay_out_more = held_back(monkeypatch)
     file = tmp_path / "history.db"
     import_chat(file, "Long", ["question", PARAGRAPHS[:20_000]], as_tab=True)
     async with started(tiny_llama, history=file, hold=True) as driver:
