@@ -48,8 +48,10 @@ class Refusal:
     """A question that didn't fit."""
 
     text: str
-    """Empty when it was to be answered again."""
+    """Empty when it was to be answered again, or its answer to go on."""
     offer: DropOffer
+    continues: bool = False
+    """Whether an answer was to go on."""
 
 
 class ChatScreen(PaneScreen):
@@ -237,6 +239,7 @@ class ChatScreen(PaneScreen):
         chat = self.workspace.find(event.chat_id)
         if chat is None or chat.live is None:
             return
+        continues = chat.live.partial is not None
         text, error = self.withdraw(chat), sanitize_line(event.error, 1_000)
         chat.has_failed = True
         self.forget_refusal(chat)
@@ -244,7 +247,7 @@ class ChatScreen(PaneScreen):
             if not chat.has_just_noted(error):  # who tries again and again needs to read it once
                 self.tell(chat, error, "error")
         else:
-            self.refusals[chat.id] = Refusal(text, event.offer)
+            self.refusals[chat.id] = Refusal(text, event.offer, continues)
             self.tell(
                 chat,
                 f"{error} {offer_text(event.offer)}.",

@@ -78,8 +78,9 @@ def export(history: History, store_id: int, format: Format, files: Iterable[Path
     """Write a saved chat to the first of these files that isn't there yet; returns which.
 
     Raises:
-        HistoryError: it can't be read or written.
+        HistoryError: it can't be read or written, or its latest messages wait because they can't be saved.
     """
+    history.flush()
     text = history.export_markdown(store_id) if format == "md" else history.export_json(store_id)
     for file in files:
         try:
@@ -162,7 +163,7 @@ class FileActions(ChatScreen):
         store_id = chat.store_id
         if target is None:
             self.notify(HOW, severity="warning", markup=False)
-        elif store_id is None:
+        elif store_id is None or not chat.root.children:
             self.notify("There is nothing to export yet.", severity="warning")
         else:
             app: NanochatApp = self.app  # type: ignore[assignment]

@@ -180,6 +180,8 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
             pane.withdraw_draft(refusal.text)
             self._ask(chat, refusal.text)
             pane.end_edit()
+        elif refusal.continues:
+            self.action_continue()
         else:
             self.action_again()
 
@@ -232,7 +234,9 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
             return
 
         def clear(agreed: bool | None) -> None:
-            if agreed and chat in self.workspace.chats:
+            if agreed and chat.is_busy:  # a question was on its way when this was asked
+                self.notify("Stop the answer first (Esc), then clear the chat.")
+            elif agreed and chat in self.workspace.chats:
                 chat.clear()
                 self.archive.cleared(chat)
                 self.forget_refusal(chat)

@@ -59,6 +59,8 @@ class PaneScreen(LeanScreen, Blank):
         self._panes: dict[int, ChatPane] = {}
         self._told: dict[str, float] = {}
         """What was told in passing, and until when it stays, by the monotonic clock."""
+        self._to_come: list[Chat] = []
+        """The last session's tabs that are not open again yet."""
         self._draft_timer: Timer | None = None
 
     def compose(self) -> ComposeResult:
@@ -100,7 +102,13 @@ class PaneScreen(LeanScreen, Blank):
         """The history is open: save what has been said meanwhile, and bring the last session's tabs back."""
         self.archive.adopt(opened)
         early = list(self.workspace.chats)
-        for chat in opened.tabs:
+        self._to_come = list(opened.tabs)
+        while self._to_come:
+            chat = self._to_come.pop(0)
+            if any(
+                other.store_id == chat.store_id for other in self.workspace.chats
+            ):  # found by a search meanwhile
+                continue
             self._mark_reasoning(chat)
             self.workspace.add(chat)
             await self._add_pane(chat)
@@ -110,7 +118,8 @@ class PaneScreen(LeanScreen, Blank):
             first in self.workspace.chats and not first.root.children and not self.pane(first).has_draft
         )
         if opened.tabs and len(early) == 1 and is_untouched:
-            self.workspace.show(opened.in_view or opened.tabs[-1])
+            if (last := opened.in_view or opened.tabs[-1]) in self.workspace.chats:
+                self.workspace.show(last)
             self.workspace.close(first)
             await self.remove_pane(first)
         self.keep_drafts()
@@ -129,7 +138,7 @@ class PaneScreen(LeanScreen, Blank):
 
     def save_tabs(self) -> None:
         """Have the next start find the tabs as they are."""
-        self.archive.save_tabs(self.workspace.chats, self.workspace.active)
+        self.archive.save_tabs([*self._to_come, *self.workspace.chats], self.workspace.active)
 
     def on_text_area_changed(self) -> None:
         """A prompt has changed: save it soon."""

@@ -244,6 +244,44 @@ async def test_an_offer_ends_when_something_else_is_to_be_sent(tiny_llama: Path,
         assert len(driver.chat.context) == len(driver.chat.path)
 
 
+async def test_an_answer_that_could_not_go_on_goes_on_once_turns_are_left_out(tiny_llama: Path) -> None:
+    async with started(tiny_llama, max_model_len=160, num_kv_blocks=32) as driver:
+        await driver.ask("a" * 40)
+        await driver.say("/set max_tokens 500")
+        begun = await driver.ask("b" * 10)
+        await driver.say("/set max_tokens 5")
+        await driver.say("/continue")
+        await driver.until(lambda: isinstance(driver.app.screen, Confirm))
+        await driver.press("y")
+        await driver.until(lambda: driver.chat.left_out is not None)
+        await driver.until_idle()
+        assert driver.chat.path[-1].branch == (1, 1)
+        output = driver.chat.path[-1].output
+        assert output is not None
+        assert output.text.startswith(begun.removesuffix("\ufffd"))
+        assert len(output.text) > len(begun)
+
+
+async def test_a_question_on_its_way_is_not_cleared_from_under_its_answer(long_llama: Path) -> None:
+    async with started(long_llama, sampling=ENDLESS, **LONG) as driver:
+        main = driver.app.main_screen
+        main.ask(driver.chat, "Hello")
+        await driver.until(lambda: driver.chat.live and driver.chat.live.answer.text)
+        await driver.press("escape")
+        await driver.until_idle()
+        main.action_clear_chat()
+        main.ask(driver.chat, "On its way")
+        await driver.until(lambda: isinstance(driver.app.screen, Confirm))
+        await driver.press("y")
+        await driver.until_told("Stop the answer first")
+        assert [message.text for message in driver.chat.path if message.role == "user"] == [
+            "Hello",
+            "On its way",
+        ]
+        await driver.press("escape")
+        await driver.until_idle()
+
+
 async def test_a_message_that_fits_alone_in_no_way_gets_no_offer(tiny_llama: Path) -> None:
     async with started(tiny_llama, max_model_len=64, num_kv_blocks=16) as driver:
         await driver.say("x" * 300)

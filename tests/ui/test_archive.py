@@ -17,6 +17,7 @@ from nanochat.history import Message as SavedMessage
 from nanochat.ui.archive import Archive, HistoryTroubled
 from nanochat.ui.chat import Chat
 from nanochat.ui.history_opening import HistoryOpened, Opening
+from nanochat.ui.pane_screen import PaneScreen
 from tests.ui.driver import WAIT_S, started
 from tests.ui.test_history import saved_paths
 
@@ -145,6 +146,28 @@ class TestBeforeItIsOpen:
         assert path_of(file, "Important")[0].text == "Important"
         with History(file) as history:
             assert [chat.draft for chat in history.restore_tabs()] == ["and then"]
+
+    async def test_an_app_that_is_left_while_its_tabs_come_back_keeps_them_all(
+        self, tiny_llama: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with History(file) as history:
+            ids = [history.create_chat(str(number)) for number in range(4)]
+            for chat_id in ids:
+                history.add_message(chat_id, None, "Question")
+            history.save_tabs(ids, ids[1])
+        add = PaneScreen._add_pane
+
+        async def add_and_leave(screen: PaneScreen, chat: Chat) -> None:
+            await add(screen, chat)
+            if chat.title == "1":
+                screen.save_tabs()  # as a question asked now does
+                assert screen.archive.close(WAIT_S) is None
+
+        monkeypatch.setattr(PaneScreen, "_add_pane", add_and_leave)
+        async with started(tiny_llama, history=file, hold=True, wait_for_history=False) as driver:
+            await driver.until(lambda: len(driver.app.main_screen.workspace.chats) == 4)
+        with History(file) as history:
+            assert sorted(chat.title for chat in history.restore_tabs()) == ["0", "1", "2", "3"]
 
 
 class TestAtTheEnd:

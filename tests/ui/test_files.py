@@ -6,7 +6,9 @@ import errno
 import itertools
 import json
 import os
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 
@@ -51,6 +53,21 @@ class TestWhole:
     def history(self) -> Iterator[History]:
         with History(None) as history:
             yield history
+
+    def test_not_without_the_latest_messages(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("nanochat.history.database.BUSY_TIMEOUT_S", 0.05)
+        with (
+            History(tmp_path / "history.db") as history,
+            closing(sqlite3.connect(tmp_path / "history.db", isolation_level=None)) as other,
+        ):
+            chat_id = history.create_chat("Trip")
+            history.flush()
+            other.execute("BEGIN IMMEDIATE")
+            history.add_message(chat_id, None, "Latest")
+            with pytest.raises(HistoryError, match="another program has locked"):
+                export(history, chat_id, "md", [tmp_path / "trip.md"])
+            other.execute("ROLLBACK")
+            assert "Latest" in export(history, chat_id, "md", [tmp_path / "trip.md"]).read_text()
 
     @pytest.mark.parametrize("has_links", [True, False])
     def test_a_name_that_is_taken_is_left_alone(
