@@ -101,7 +101,7 @@ def saved_chats(longest_id: int) -> Session:
 
 
 def many_tabs(tabs: int, turns: int, seconds: float) -> Session:
-    """Typing while all tabs answer, and the engine's rate with and without the app."""
+    """Typing while all tabs answer, the engine's rate with and without the app, and leaving in the midst of it."""
 
     async def run(stage: Stage) -> dict[str, float]:
         for number in range(tabs):
@@ -110,8 +110,14 @@ def many_tabs(tabs: int, turns: int, seconds: float) -> Session:
             stage.ask(f"Write a long story about a lighthouse, number {number}.")
         await stage.until_said(20)
         figures = await typing(stage) | await compared_rates(stage, turns, seconds)
-        await stop_all(stage)
-        return figures
+        show_answers(stage)
+        await asyncio.sleep(1.0)
+        start_s = time.perf_counter()
+        stage.app.leave()
+        await wait_for(lambda: not stage.app.is_running)
+        while not stage.app.close_engine():
+            pass
+        return figures | {"leaving, ms": (time.perf_counter() - start_s) * 1e3}
 
     return run
 
@@ -179,14 +185,6 @@ def show_answers(stage: Stage) -> None:
     """Have the app look for what has come again."""
     vars(stage.main).pop("poll_soon", None)
     stage.main.poll_soon()
-
-
-async def stop_all(stage: Stage) -> None:
-    show_answers(stage)
-    for chat in stage.main.workspace.busy:
-        if stage.main.bridge is not None:
-            stage.main.bridge.stop(chat.id)
-    await wait_for(lambda: not stage.main.workspace.busy)
 
 
 STREAMED = {
@@ -316,7 +314,11 @@ def main() -> None:
             f"{options.chats:,} saved chats": asyncio.run(with_app(config, file, saved_chats(longest_id))),
             "one answer streaming": asyncio.run(with_app(config, None, streaming)),
             f"{options.tabs} tabs answering": asyncio.run(
-                with_app(config, None, many_tabs(options.tabs, options.turns, options.seconds))
+                with_app(
+                    config,
+                    Path(name) / "tabs.db",
+                    many_tabs(options.tabs, options.turns, options.seconds),
+                )
             ),
             "an answer of 4,000 paragraphs": long_answer(4_000),
             "an answer of 10 MB": long_answer(110_000),
