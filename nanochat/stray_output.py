@@ -54,7 +54,7 @@ def open_log(path: Path) -> int:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         too_long = path.exists() and path.stat().st_size > MAX_LOG_BYTES
-        mode = os.O_TRUNC if too_long else os.O_APPEND
-        return os.open(path, os.O_WRONLY | os.O_CREAT | mode, 0o600)
+        anew = os.O_TRUNC if too_long else 0
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | anew, 0o600)
     except OSError:  # a read-only home: the work is worth more than its log
         return os.open(os.devnull, os.O_WRONLY)

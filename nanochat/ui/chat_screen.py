@@ -75,9 +75,9 @@ class ChatScreen(PaneScreen):
         self._idle_timer: Timer | None = None
         """For a backend whose figures change also while no chat here answers."""
 
-    async def remove_pane(self, chat: Chat) -> None:
+    def remove_pane(self, chat: Chat) -> None:
         self.refusals.pop(chat.id, None)
-        await super().remove_pane(chat)
+        super().remove_pane(chat)
 
     # Loading
 

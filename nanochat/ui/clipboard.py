@@ -59,13 +59,17 @@ def tool(
 
 
 async def give_to(command: Sequence[str], text: str) -> bool:
-    """Run a tool with the text as input; False if it fails or hangs."""
+    """Run a tool with the text as input; False if it fails or hangs. None is left behind when this is cancelled.
+
+    It has a session of its own: what stays to own the clipboard (xclip, xsel, wl-copy) would be stopped with the app
+    (^Z), and every program that pastes would wait for it.
+    """
     # clip.exe takes UTF-16; all others take what the locale says, which is UTF-8 wherever they are used.
     data = text.encode("utf-16" if command[0] == "clip.exe" else "utf-8", "replace")
     quiet = asyncio.subprocess.DEVNULL
     try:
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, stdout=quiet, stderr=quiet
+            *command, stdin=asyncio.subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
         )
     except OSError:
         return False
@@ -73,7 +77,9 @@ async def give_to(command: Sequence[str], text: str) -> bool:
         async with asyncio.timeout(TOOL_WAIT_S):
             await process.communicate(data)
     except TimeoutError:
-        with suppress(ProcessLookupError):
-            process.kill()
         return False
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
     return process.returncode == 0

@@ -108,10 +108,7 @@ class GroupActions(SettingsActions):
             self.archive.configure(fork)
             forks.append(fork)
         self.workspace.pair(*forks)
-        for fork in forks:
-            await self.open_chat(fork)
-        self.workspace.show(forks[0])
-        self.show_active()
+        await self.open_chat(*forks)
         for fork, (written, *_) in zip(forks, sides, strict=True):
             self.tell(fork, f"Compared side by side: {sanitize_line(written)}. /compare ends it.")
             if text:

@@ -229,14 +229,11 @@ class MainScreen(CopyActions, FileActions, GroupActions, TabScreen):
 
     def action_clear_chat(self) -> None:
         chat = self.chat
-        if chat.is_busy:
-            self.notify("Stop the answer first (Esc), then clear the chat.")
+        if self._must_stop_first(chat, "clear"):
             return
 
         def clear(agreed: bool | None) -> None:
-            if agreed and chat.is_busy:  # a question was on its way when this was asked
-                self.notify("Stop the answer first (Esc), then clear the chat.")
-            elif agreed and chat in self.workspace.chats:
+            if agreed and chat in self.workspace.chats and not self._must_stop_first(chat, "clear"):
                 chat.clear()
                 self.archive.cleared(chat)
                 self.forget_refusal(chat)

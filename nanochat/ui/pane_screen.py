@@ -7,6 +7,7 @@ State lives in :class:`Workspace` and its chats; the widgets only show it. What 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from textual import events
@@ -59,8 +60,6 @@ class PaneScreen(LeanScreen, Blank):
         self._panes: dict[int, ChatPane] = {}
         self._told: dict[str, float] = {}
         """What was told in passing, and until when it stays, by the monotonic clock."""
-        self._to_come: list[Chat] = []
-        """The last session's tabs that are not open again yet."""
         self._draft_timer: Timer | None = None
 
     def compose(self) -> ComposeResult:
@@ -75,7 +74,7 @@ class PaneScreen(LeanScreen, Blank):
 
     async def on_mount(self) -> None:
         self._choose_panel()
-        await self._add_pane(self.workspace.active)
+        await self._add_panes([self.workspace.active])
         self.show_active()
         self.archive.open()
 
@@ -85,11 +84,15 @@ class PaneScreen(LeanScreen, Blank):
 
     # Tabs and panes
 
-    async def open_chat(self, chat: Chat) -> None:
-        """Open a chat in a tab, and bring it into view once its pane is there."""
-        self.workspace.add(chat)
-        await self._add_pane(chat)
-        self.workspace.show(chat)
+    async def open_chat(self, *chats: Chat) -> None:
+        """Open chats in tabs, and bring the first into view.
+
+        Only what has its pane is in the workspace: keys may come at any moment until then, and reach what is there.
+        """
+        await self._add_panes(chats)
+        for chat in chats:
+            self.workspace.add(chat)
+        self.workspace.show(chats[0])
         self.show_active()
 
     async def open_restored(self, chat: Chat) -> None:
@@ -100,28 +103,21 @@ class PaneScreen(LeanScreen, Blank):
 
     async def restore(self, opened: HistoryOpened) -> None:
         """The history is open: save what has been said meanwhile, and bring the last session's tabs back."""
+        for chat in opened.tabs:
+            self._mark_reasoning(chat)
+        await self._add_panes(opened.tabs)
+        # Only now: what is saved from here on, or found by a search, meets all of the tabs.
         self.archive.adopt(opened)
         early = list(self.workspace.chats)
-        self._to_come = list(opened.tabs)
-        while self._to_come:
-            chat = self._to_come.pop(0)
-            if any(
-                other.store_id == chat.store_id for other in self.workspace.chats
-            ):  # found by a search meanwhile
-                continue
-            self._mark_reasoning(chat)
+        for chat in opened.tabs:
             self.workspace.add(chat)
-            await self._add_pane(chat)
         self.workspace.reorder([chat.id for chat in opened.tabs])
         first = early[0]
-        is_untouched = (
-            first in self.workspace.chats and not first.root.children and not self.pane(first).has_draft
-        )
+        is_untouched = not first.root.children and not self.pane(first).draft
         if opened.tabs and len(early) == 1 and is_untouched:
-            if (last := opened.in_view or opened.tabs[-1]) in self.workspace.chats:
-                self.workspace.show(last)
+            self.workspace.show(opened.in_view or opened.tabs[-1])
             self.workspace.close(first)
-            await self.remove_pane(first)
+            self.remove_pane(first)
         self.keep_drafts()
         self.show_order()
         self.show_active()
@@ -138,7 +134,7 @@ class PaneScreen(LeanScreen, Blank):
 
     def save_tabs(self) -> None:
         """Have the next start find the tabs as they are."""
-        self.archive.save_tabs([*self._to_come, *self.workspace.chats], self.workspace.active)
+        self.archive.save_tabs(self.workspace.chats, self.workspace.active)
 
     def on_text_area_changed(self) -> None:
         """A prompt has changed: save it soon."""
@@ -164,21 +160,25 @@ class PaneScreen(LeanScreen, Blank):
             if message.is_interrupted and message.answer.tags is None:
                 message.answer.tags = tags
 
-    async def _add_pane(self, chat: Chat) -> None:
-        pane = self._panes[chat.id] = ChatPane(chat, self.workspace.slots[chat.id], Welcome(self.load_state))
-        self._tab_bar.add(chat.id)
-        await self._switcher.add_content(pane)
-        if chat.draft:
-            self.on_text_area_changed()
+    async def _add_panes(self, chats: Sequence[Chat]) -> None:
+        """Make the pages of chats that aren't open yet, out of view, and then their tabs."""
+        for chat in chats:
+            pane = ChatPane(chat, self.workspace.colour(chat), Welcome(self.load_state))
+            await self._switcher.add_content(pane)
+            self._panes[chat.id] = pane
+        for chat in chats:
+            self._tab_bar.add(chat.id)
+            if chat.draft:
+                self.on_text_area_changed()
 
-    async def remove_pane(self, chat: Chat) -> None:
+    def remove_pane(self, chat: Chat) -> None:
         """The workspace has closed a chat."""
         if self.bridge is not None:
             self.bridge.forget(chat.id)
         self.archive.left(chat)
         self._tab_bar.take_away(chat.id)
         self.show_active()
-        await self._panes.pop(chat.id).remove()
+        self._panes.pop(chat.id).remove()
 
     def show_active(self) -> None:
         """Bring the workspace's active chat into view."""

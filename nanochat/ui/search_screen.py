@@ -87,6 +87,14 @@ def rows(hits: Sequence[SearchHit]) -> list[Row]:
     return listed
 
 
+class RowOption(Option):
+    """A row in the list. A choice goes by the row, as others may have taken its place meanwhile."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__(_shown(row))
+        self.hit = row.hit
+
+
 @dataclass
 class Answered(Message):
     """What a search has found."""
@@ -132,10 +140,10 @@ class SearchScreen(Dialog[Found | None]):
     def on_input_submitted(self) -> None:
         hits = self.query_one(OptionList)
         if self._rows and hits.highlighted is not None:
-            self._choose(hits.highlighted)
+            self._choose(hits.get_option_at_index(hits.highlighted))
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        self._choose(event.option_index)
+        self._choose(event.option)
 
     def on_key(self, event: events.Key) -> None:
         """The list's keys, while the words have the focus."""
@@ -154,7 +162,7 @@ class SearchScreen(Dialog[Found | None]):
         self._rows, self._num_hits = rows(event.result), len(event.result)
         self._num_chats = len({hit.chat_id for hit in event.result})
         hits.clear_options()
-        hits.add_options([Option(_shown(row)) for row in self._rows])
+        hits.add_options([RowOption(row) for row in self._rows])
         if self._rows:
             hits.highlighted = 0
         state.update(Content.styled(self._summary(), "$muted"))
@@ -182,9 +190,9 @@ class SearchScreen(Dialog[Found | None]):
         ask: Ask = (lambda history: history.search(words, LIMIT)) if words.strip() else _recent
         self._read(ask, lambda result: self.post_message(Answered(number, result)))
 
-    def _choose(self, index: int) -> None:
-        hit = self._rows[index].hit
-        self.dismiss(Found(hit.chat_id, hit.message_id))
+    def _choose(self, option: Option) -> None:
+        if isinstance(option, RowOption):
+            self.dismiss(Found(option.hit.chat_id, option.hit.message_id))
 
 
 def _recent(history: History) -> list[SearchHit]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from textual.content import Content
@@ -10,6 +11,7 @@ from textual.message import Message
 from nanochat.errors import HistoryError
 from nanochat.history import History
 from nanochat.sanitize import sanitize_line
+from nanochat.ui.archive import Archive
 from nanochat.ui.chat import Chat
 from nanochat.ui.chat_screen import ChatScreen
 from nanochat.ui.dialogs import Confirm
@@ -31,6 +33,11 @@ class SavedChatLoaded(Message):
 class TabScreen(ChatScreen):
     """The chats, and what can be done with their tabs."""
 
+    def __init__(self, system: str | None, archive: Archive) -> None:
+        super().__init__(system, archive)
+        self._replacing = asyncio.Lock()
+        """Held while the last tab is being replaced by a new one."""
+
     @property
     def chat(self) -> Chat:
         """The chat in view."""
@@ -46,13 +53,16 @@ class TabScreen(ChatScreen):
         await self.open_chat(fork)
 
     async def _close(self, chat: Chat) -> None:
+        """Close a chat's tab, at once if it isn't the last: the next key may be waiting, and is for the next tab."""
+        if self.workspace.chats == [chat]:
+            async with self._replacing:
+                if self.workspace.chats == [chat]:
+                    await self.action_new_chat()
         if chat in self.workspace.chats:
-            if len(self.workspace.chats) == 1:
-                await self.action_new_chat()
             self.workspace.close(chat)
-            await self.remove_pane(chat)
+            self.remove_pane(chat)
 
-    def action_close_chat(self) -> None:
+    async def action_close_chat(self) -> None:
         chat = self.chat
 
         async def close(agreed: bool | None) -> None:
@@ -65,22 +75,26 @@ class TabScreen(ChatScreen):
             )
             self.app.push_screen(Confirm(question, "Close"), close)
         else:
-            self.run_worker(self._close(chat))
+            await self._close(chat)
 
     def action_delete_chat(self) -> None:
         """Close the tab in view and delete its chat from the history, once the user agrees."""
         chat = self.chat
 
         async def delete(agreed: bool | None) -> None:
-            if agreed:
+            if agreed and not self._must_stop_first(chat, "delete"):
                 await self._close(chat)
                 self.archive.delete(chat)
 
-        if chat.is_busy:
-            self.notify("Stop the answer first (Esc), then delete the chat.")
-        else:
+        if not self._must_stop_first(chat, "delete"):
             question = f"Delete “{sanitize_line(chat.title)}” for good, with all its branches?"
             self.app.push_screen(Confirm(question, "Delete", is_final=True), delete)
+
+    def _must_stop_first(self, chat: Chat, verb: str) -> bool:
+        """Whether an answer is under way; the user is told. It may also have begun while a dialog asked."""
+        if chat.is_busy:
+            self.notify(f"Stop the answer first (Esc), then {verb} the chat.")
+        return chat.is_busy
 
     def action_next_chat(self) -> None:
         self._show(self.workspace.neighbour(1))

@@ -25,9 +25,15 @@ class Workspace:
 
     def add(self, chat: Chat) -> None:
         """Open a chat at the end, out of view, in a colour that the fewest others have."""
-        used = list(self.slots.values())
-        self.slots[chat.id] = min(range(NUM_TAB_COLOURS), key=lambda slot: (used.count(slot), slot))
+        self.colour(chat)
         self.chats.append(chat)
+
+    def colour(self, chat: Chat) -> int:
+        """Give a chat its colour before it is opened, unless it has one; returns the slot."""
+        used = list(self.slots.values())
+        return self.slots.setdefault(
+            chat.id, min(range(NUM_TAB_COLOURS), key=lambda slot: (used.count(slot), slot))
+        )
 
     def reorder(self, chat_ids: Sequence[int]) -> None:
         """Put the chats into this order; those that aren't named come last."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -155,15 +155,15 @@ class TestBeforeItIsOpen:
             for chat_id in ids:
                 history.add_message(chat_id, None, "Question")
             history.save_tabs(ids, ids[1])
-        add = PaneScreen._add_pane
+        add = PaneScreen._add_panes
 
-        async def add_and_leave(screen: PaneScreen, chat: Chat) -> None:
-            await add(screen, chat)
-            if chat.title == "1":
+        async def add_and_leave(screen: PaneScreen, chats: Sequence[Chat]) -> None:
+            await add(screen, chats)
+            if len(chats) == len(ids):
                 screen.save_tabs()  # as a question asked now does
                 assert screen.archive.close(WAIT_S) is None
 
-        monkeypatch.setattr(PaneScreen, "_add_pane", add_and_leave)
+        monkeypatch.setattr(PaneScreen, "_add_panes", add_and_leave)
         async with started(tiny_llama, history=file, hold=True, wait_for_history=False) as driver:
             await driver.until(lambda: len(driver.app.main_screen.workspace.chats) == 4)
         with History(file) as history:

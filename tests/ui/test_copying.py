@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import os
 import re
 import sys
 from pathlib import Path
@@ -72,6 +74,38 @@ async def test_a_tool_gets_the_text_and_may_fail_or_hang(
     monkeypatch.setattr(clipboard, "TOOL_WAIT_S", 0.2)
     # A wait of an hour for it would be this test's own.
     assert not await clipboard.give_to([sys.executable, "-c", "import time; time.sleep(3600)"], "x")
+
+
+async def test_a_tool_is_no_part_of_what_ctrl_z_stops(tmp_path: Path) -> None:
+    file = tmp_path / "group"
+    program = f"import os; open({str(file)!r}, 'w').write(f'{{os.getpgrp()}} {{os.getsid(0)}}')"
+    assert await clipboard.give_to([sys.executable, "-c", program], "x")
+    group, session = map(int, file.read_text().split())
+    assert group != os.getpgrp()
+    assert session != os.getsid(0)
+
+
+async def test_a_tool_ends_with_the_copying(tmp_path: Path) -> None:
+    file = tmp_path / "process"
+    program = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(3600)"
+    copying = asyncio.create_task(clipboard.give_to([sys.executable, "-c", program], "x"))
+    while not file.exists() or not file.read_text():
+        await asyncio.sleep(0.01)
+    copying.cancel()  # as the next copy does
+    with pytest.raises(asyncio.CancelledError):
+        await copying
+    is_running = True
+    while is_running:
+        await asyncio.sleep(0.01)
+        is_running = _is_running(int(file.read_text()))
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_code_blocks_are_found_in_order() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from nanochat.stray_output import MAX_LOG_BYTES, open_log
 from nanochat.ui import terminal
 from nanochat.ui.terminal import UnfitTerminal, check_terminal
 from tests.ui.driver import started
@@ -79,6 +80,20 @@ os.write(2, b"after")
 """
     assert _run_in_terminal(program) == "pictureafter"
     assert log.read_text() == "stray outstray err"
+
+
+def test_a_log_begun_anew_keeps_what_several_write(tmp_path: Path) -> None:
+    """Stray output and the app's own lines come by ways of their own, and neither is written over the other."""
+    log = tmp_path / "app.log"
+    log.write_bytes(b"x" * (MAX_LOG_BYTES + 1))
+    stray = open_log(log)
+    with log.open("a") as logger:
+        for name in ("one", "two"):
+            os.write(stray, f"stray {name}\n".encode())
+            logger.write(f"line {name}\n")
+            logger.flush()
+    os.close(stray)
+    assert log.read_text().splitlines() == ["stray one", "line one", "stray two", "line two"]
 
 
 def test_a_log_that_cannot_be_written_does_not_stop_the_app(tmp_path: Path) -> None:
