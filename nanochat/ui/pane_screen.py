@@ -66,15 +66,21 @@ class PaneScreen(LeanScreen, Blank):
         yield self._header
         yield self._tab_strip
         with BlankHorizontal(id="body"):
-            yield self._switcher
+            with self._switcher:
+                yield self._first_pane()  # not later: keys may come before the screen is shown
             yield self._panel
         yield self._stats_line
         yield KeyBar()
         yield self._too_small
 
-    async def on_mount(self) -> None:
+    def _first_pane(self) -> ChatPane:
+        chat = self.workspace.active
+        pane = self._panes[chat.id] = ChatPane(chat, self.workspace.colour(chat), Welcome(self.load_state))
+        return pane
+
+    def on_mount(self) -> None:
         self._choose_panel()
-        await self._add_panes([self.workspace.active])
+        self._tab_bar.add(self.workspace.active.id)
         self.show_active()
         self.archive.open()
 

@@ -47,6 +47,21 @@ async def test_keys_while_a_tab_opens(tiny_llama: Path, monkeypatch: pytest.Monk
         assert main.pane(driver.chat).display
 
 
+async def test_keys_before_the_screen_is_there(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_mount = PaneScreen.on_mount
+
+    async def mount_late(screen: PaneScreen) -> None:
+        for key in EVERY_KEY:
+            screen.app.simulate_key(key)
+        await asyncio.sleep(0.2)  # long enough for them to be handled; if it isn't, nothing is tested
+        on_mount(screen)
+
+    monkeypatch.setattr(PaneScreen, "on_mount", mount_late)
+    async with started(tiny_llama, hold=True) as driver:
+        await driver.say("/rename goes on")
+        assert driver.chat.title == "goes on"
+
+
 @pytest.mark.parametrize("presses", [2, 3, 5])
 async def test_every_press_closes_a_tab(tiny_llama: Path, presses: int) -> None:
     async with started(tiny_llama, hold=True) as driver:
