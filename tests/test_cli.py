@@ -125,6 +125,15 @@ class TestAsk:
         assert ask(tiny_llama, "Hé", "--temperature", "0", "--max-tokens", "3", "--json") == 0
         assert json.loads(capsys.readouterr().out)["token_ids"] == piped["token_ids"]
 
+    def test_standard_input_without_end_or_text_is_refused(
+        self, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr("nanochat.commands.ask.MAX_INPUT_BYTES", 1 << 20)
+        for content, told in ((b"x" * ((1 << 20) + 1), "more than 1 MB"), (b"a\0b", "binary data")):
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+            assert ask(tiny_llama) == 2
+            assert told in capsys.readouterr().err
+
     def test_system_and_stop_reach_the_engine(
         self, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -7,7 +7,7 @@ import json
 import sys
 from contextlib import closing
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from nanochat.backend.interface import Question, Turn
 from nanochat.backend.opening import open_backend
@@ -25,6 +25,7 @@ from nanochat.stray_output import diverted, log_file
 if TYPE_CHECKING:
     from nanochat.engine.outputs import RequestOutput
 
+MAX_INPUT_BYTES = 2**26
 ASK_OPTIONS = ("max_tokens", "temperature", "top_p", "seed", "stop")
 
 
@@ -101,10 +102,21 @@ def _read_prompt(argument: str | None) -> str:
     elif sys.stdin is None or (argument is None and sys.stdin.isatty()):
         raise WrongUsage('There is no question; write it after ask: nanochat ask "Why is the sky blue?"')
     else:
-        prompt = sys.stdin.buffer.read().decode("utf-8", errors="replace")
+        prompt = _read_input(sys.stdin.buffer)
     if not prompt.strip():
         raise InvalidOption("The question is empty; give it as an argument or on standard input.")
     return prompt
+
+
+def _read_input(stream: BinaryIO) -> str:
+    content = stream.read(MAX_INPUT_BYTES + 1)
+    if len(content) > MAX_INPUT_BYTES:
+        raise InvalidOption(
+            f"Standard input has more than {MAX_INPUT_BYTES >> 20} MB, which no model can take; give it less."
+        )
+    if b"\0" in content:
+        raise InvalidOption("Standard input holds binary data, not text; give the question as text.")
+    return content.decode("utf-8", errors="replace")  # a diff may quote files in other encodings
 
 
 def _report(output: RequestOutput, opening: str, *, tells_tokens: bool) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from nanochat.ui.screenshots import save
 
     system = getattr(args, "system", settings.system)
-    svg = take_picture(config, Demo(args.tabs, args.tokens), size, system)
+    svg = take_picture(config, Demo(args.tabs, args.tokens), size, system=system, look=settings.app)
     if (problem := save(svg, args.screenshot)) is not None:
         raise NanochatError(problem)
     print(args.screenshot)

@@ -9,6 +9,7 @@ from textual.pilot import Pilot
 
 from nanochat.engine.config import EngineConfig
 from nanochat.errors import NanochatError
+from nanochat.settings import AppSettings
 from nanochat.ui.app import NanochatApp
 from nanochat.ui.stage import Stage
 
@@ -67,13 +68,20 @@ class Demo:
             stage.ask(FOLLOW_UP)
 
 
-def take_picture(config: EngineConfig, demo: Demo, size: tuple[int, int], system: str | None = None) -> str:
+def take_picture(
+    config: EngineConfig,
+    demo: Demo,
+    size: tuple[int, int],
+    *,
+    system: str | None = None,
+    look: AppSettings | None = None,
+) -> str:
     """Run the app without a terminal and play; returns the picture as SVG.
 
     Raises:
         NanochatError: the model could not be loaded, or did not answer.
     """
-    app = NanochatApp(config, system=system)
+    app = NanochatApp(config, system=system, look=look)
     app.run(headless=True, size=size, auto_pilot=demo.play)
     while not app.close_engine():
         pass
