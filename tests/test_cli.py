@@ -131,7 +131,7 @@ class TestAsk:
         monkeypatch.setattr("nanochat.commands.ask.MAX_INPUT_BYTES", 1 << 20)
         for content, told in ((b"x" * ((1 << 20) + 1), "more than 1 MB"), (b"a\0b", "binary data")):
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-            assert ask(tiny_llama) == 2
+            assert ask(tiny_llama) == 1
             assert told in capsys.readouterr().err
 
     def test_system_and_stop_reach_the_engine(
