@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from markdown_it import MarkdownIt
-
 from nanochat.ui.chat import Chat
 from nanochat.ui.chat_screen import ChatScreen
+from nanochat.ui.markdown_parser import block_parser
 
 WHAT = "/copy takes the last answer; /copy code 2 its second code block, /copy question, /copy all."
 
 
 def code_blocks(markdown: str) -> list[str]:
-    """The code blocks of a text in order, without their fences."""
-    return [token.content for token in MarkdownIt().parse(markdown) if token.type in ("fence", "code_block")]
+    """The code blocks of a text in order as they are shown, without their fences."""
+    return [
+        token.content for token in block_parser().parse(markdown) if token.type in ("fence", "code_block")
+    ]
 
 
 def answer_text(chat: Chat) -> str:

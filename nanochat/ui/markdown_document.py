@@ -181,8 +181,8 @@ class MarkdownDocument:
         for block in blocks:
             lines = self._layout.block(block, self.width)
             if is_joined and block.type == "fence":
-                # Its language stands above the first part; its end alone is no line.
-                lines = lines[1 if block.info.strip() else 0 :] if block.content else []
+                # Its label stands above the first part; its end alone is no line.
+                lines = lines[len(self._layout.label(block, self.width)) :] if block.content else []
             elif self.lines and not is_joined:
                 self.lines.append(BLANK)
             self.lines += lines

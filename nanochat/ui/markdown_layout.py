@@ -12,20 +12,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from markdown_it import MarkdownIt
-from markdown_it.token import Token
 from markdown_it.tree import SyntaxTreeNode
 from rich.cells import cell_len
-from textual.content import Content, Span
+from textual.content import Content
 from textual.highlight import HighlightTheme, highlight
 
-from nanochat.sanitize import sanitize, sanitize_line
+from nanochat.ui.markdown_parser import TAB, block_parser, inline_content, inline_parser
 from nanochat.ui.recent import Recent
 
 BULLETS = "•◦▪"
 MIN_WIDTH = 8
 """Narrower than this, blocks are laid out as if they had this width."""
-TAB = 4
 HIGHLIGHT_LINES = 100
 """Code is highlighted in pieces of this many lines: growing code costs its last piece, not the whole."""
 HIGHLIGHT_COLUMNS = 1_000
@@ -34,10 +31,6 @@ INLINE_CHARACTERS = 20_000
 """A paragraph longer than this is shown as it is written: thousands of brackets take seconds to parse."""
 COLUMN_GAP = "  "
 
-_MAX_NESTING = 20
-_EMPHASIS = {"em": ".em", "strong": ".strong", "s": ".strike"}
-_LINK_SCHEMES = ("https://", "http://", "mailto:")
-"""Whatever else is written as a link looks like plain text, with its target."""
 _LANGUAGE = re.compile(r"[\w+#.-]{1,24}")
 
 
@@ -60,7 +53,7 @@ class CodeColours(HighlightTheme):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line, at most as wide as the layout."""
+    """One line, at most as wide as the layout, or ``MIN_WIDTH`` where that is more: whoever draws cuts the rest off."""
 
     content: Content
     fill: str = ""
@@ -70,22 +63,6 @@ class Line:
 
 
 BLANK = Line(Content(""))
-
-
-def block_parser() -> MarkdownIt:
-    """CommonMark's blocks and tables, without inline parsing, which the layout does lazily.
-
-    Left out: raw HTML and link reference definitions, which would hide text, and underlined headings,
-    which a growing list looks like for a moment.
-    """
-    parser = MarkdownIt("commonmark", {"html": False, "maxNesting": _MAX_NESTING}).enable("table")
-    return parser.disable(["inline", "text_join", "reference", "html_block", "lheading"])
-
-
-def inline_parser() -> MarkdownIt:
-    """CommonMark's inline text and strikethrough, without raw HTML."""
-    parser = MarkdownIt("commonmark", {"html": False}).enable("strikethrough")
-    return parser.disable("html_inline")
 
 
 class MarkdownLayout:
@@ -103,10 +80,7 @@ class MarkdownLayout:
 
     def parse(self, source: str) -> list[SyntaxTreeNode]:
         """Top-level blocks; ``map`` gives each one's first line and the line after its last."""
-        tokens = self._blocks.parse(source)
-        if any(token.level >= _MAX_NESTING - 1 for token in tokens):
-            tokens = _as_plain_paragraph(source)  # the parser drops what is nested deeper
-        return SyntaxTreeNode(tokens).children
+        return SyntaxTreeNode(self._blocks.parse(source)).children
 
     def forget_unused(self) -> None:
         """Keep only what was asked for since the last call: a text that grows leaves all its shorter forms behind."""
@@ -170,7 +144,7 @@ class MarkdownLayout:
         if len(source) > INLINE_CHARACTERS:
             return Content(source.expandtabs(TAB))
         tokens = self._inlines.parseInline(source)
-        return self._parsed.keep(source, _inline_content(tokens[0].children or []))
+        return self._parsed.keep(source, inline_content(tokens[0].children or []))
 
     def _list(self, node: SyntaxTreeNode, width: int) -> list[Line]:
         lines: list[Line] = []
@@ -182,7 +156,11 @@ class MarkdownLayout:
         digits = len(str(first_number + len(items) - 1))
         depth = sum(1 for parent in _ancestors(node) if parent.type == "bullet_list")
         for number, item in enumerate(items, first_number):
-            bullet = BULLETS[depth % len(BULLETS)] if node.type == "bullet_list" else f"{number:>{digits}}."
+            bullet = (
+                BULLETS[depth % len(BULLETS)]
+                if node.type == "bullet_list"
+                else f"{number:>{digits}}{node.markup}"
+            )
             if lines and is_loose:
                 lines.append(BLANK)
             first, rest = Content.styled(bullet + " ", ".bullet"), Content(" " * (cell_len(bullet) + 1))
@@ -211,12 +189,21 @@ class MarkdownLayout:
         """Code on a background of its own, a space before and after it, its language on top."""
         language = _language(node.info)
         rows = node.content.removesuffix("\n").expandtabs(TAB).split("\n")
-        lines = (
-            [Line(Content.styled(language.rjust(width - 1), ".fence-label"), ".fence")] if language else []
-        )
+        lines = self.label(node, width)
         for start in range(0, len(rows), HIGHLIGHT_LINES):
             lines += self._code_piece("\n".join(rows[start : start + HIGHLIGHT_LINES]), language, width)
         return lines
+
+    def label(self, fence: SyntaxTreeNode, width: int) -> list[Line]:
+        """What stands above a fence's code: its language, and whatever else was written after it."""
+        width = max(width, MIN_WIDTH)
+        info = Content(fence.info.strip().expandtabs(TAB))
+        rows = [row.plain.strip() for row in info.wrap(width - 2)] if info else []
+        spaces = [" " * (width - 1 - cell_len(row)) for row in rows]
+        return [
+            Line(Content.styled(space + row, ".fence-label"), ".fence")
+            for space, row in zip(spaces, rows, strict=True)
+        ]
 
     def _code_piece(self, code: str, language: str, width: int) -> list[Line]:
         key = (code, language, width)
@@ -306,50 +293,6 @@ def _join_cells(cells: list[list[Content]], widths: list[int], aligns: list[str]
     return lines
 
 
-def _inline_content(tokens: Sequence[Token]) -> Content:
-    """Inline tokens as text with styles. Entities may decode to control characters: cleaned here."""
-    text: list[str] = []
-    spans: list[Span] = []
-    open_styles: list[tuple[str, int]] = []
-    hrefs: list[tuple[str, int]] = []
-    position = 0
-
-    def add(piece: str, style: str = "") -> None:
-        nonlocal position
-        if style:
-            spans.append(Span(position, position + len(piece), style))
-        text.append(piece)
-        position += len(piece)
-
-    for token in tokens:
-        kind = token.type
-        name, _, end = kind.rpartition("_")
-        if kind in ("softbreak", "hardbreak"):
-            add("\n")  # models write verse and addresses without Markdown's two spaces
-        elif kind == "code_inline":
-            add(sanitize(token.content), ".code")
-        elif kind == "image":
-            source = sanitize_line(str(token.attrs.get("src", "")))
-            add(f"[{sanitize_line(token.content)}] ({source})", ".url")
-        elif kind == "link_open":
-            hrefs.append((sanitize_line(str(token.attrs.get("href", "")), 2000), position))
-        elif kind == "link_close" and hrefs:
-            href, start = hrefs.pop()
-            shown = "".join(text)[start:]
-            if href.lower().startswith(_LINK_SCHEMES):
-                spans.append(Span(start, position, ".link"))
-            if href.removeprefix("mailto:") != shown:
-                add(f" ({href})", ".url")  # where a link leads is never hidden
-        elif name in _EMPHASIS and end == "open":
-            open_styles.append((_EMPHASIS[name], position))
-        elif name in _EMPHASIS and end == "close" and open_styles:
-            style, start = open_styles.pop()
-            spans.append(Span(start, position, style))
-        else:
-            add(sanitize(token.content).expandtabs(TAB))
-    return Content("".join(text), spans)
-
-
 def _indent(lines: Sequence[Line], first: Content, rest: Content) -> list[Line]:
     indent = cell_len(first.plain)
     return [
@@ -371,6 +314,7 @@ def _align(cell: SyntaxTreeNode) -> str:
 
 
 def _language(info: str) -> str:
+    """The first word of what stands after a fence's mark."""
     match = _LANGUAGE.match(info.strip())
     return match.group().lower() if match else ""
 
@@ -382,10 +326,3 @@ def _ancestors(node: SyntaxTreeNode) -> list[SyntaxTreeNode]:
         found.append(parent)
         parent = parent.parent
     return found
-
-
-def _as_plain_paragraph(source: str) -> list[Token]:
-    span = [0, source.count("\n") + 1]
-    start = Token("paragraph_open", "p", 1, map=span)
-    inline = Token("inline", "", 0, map=span, level=1, content=source, children=[])
-    return [start, inline, Token("paragraph_close", "p", -1)]

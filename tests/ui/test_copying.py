@@ -111,6 +111,7 @@ def _is_running(process: int) -> bool:
 def test_code_blocks_are_found_in_order() -> None:
     assert code_blocks(ANSWER) == ["print(1)\n", "indented\n", "last\n"]
     assert code_blocks("none `inline`") == []
+    assert code_blocks("<div>\n```\nx\n```\n</div>") == ["x\n"]  # as it is shown: HTML is text
     assert code_blocks("```\ncut off") == ["cut off"]
 
 

@@ -1,0 +1,139 @@
+"""What Markdown's syntax would let vanish stands on the screen: deep nesting, surplus cells, labels, titles."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from nanochat.ui import markdown_document
+from nanochat.ui.markdown_document import PIECE
+from nanochat.ui.markdown_parser import MAX_COLUMNS
+from tests.ui.test_markdown import fresh, lines, streamed
+
+DEEP_LIST = "".join("  " * depth + f"- level {depth}\n" for depth in range(14))
+DEEP_QUOTE = ">" * 25 + " deep\n"
+AROUND = "# Head\n\nsome **bold** text\n\n```py\nx = 1\n```\n\n{}\nafter **it**\n"
+
+
+def in_steps(text: str, step: int) -> list[str]:
+    return [text[start : start + step] for start in range(0, len(text), step)]
+
+
+class TestDeepNesting:
+    @pytest.mark.parametrize("deep", [DEEP_LIST, DEEP_QUOTE, DEEP_LIST.replace("-", "1.")])
+    @pytest.mark.parametrize("step", [1, 5, PIECE])
+    def test_what_is_around_it_stays_as_it_is(self, deep: str, step: int) -> None:
+        text = AROUND.format(deep)
+        shown = fresh(text)
+        assert shown[:4] == ["Head", "", "some bold text", ""]
+        assert shown[-1] == "after it"
+        assert lines(streamed(in_steps(text, step))) == shown
+
+    def test_the_levels_beyond_the_last_are_text_in_it(self) -> None:
+        shown = [line.strip() for line in fresh(DEEP_LIST)]
+        assert shown[9:] == ["• level 9", *(f"- level {number}" for number in range(10, 14))]
+
+    def test_an_item_further_out_goes_on_with_its_list(self) -> None:
+        assert fresh(DEEP_LIST + "- out\n  - in\n")[-2:] == ["• out", "  ◦ in"]
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(
+            st.tuples(
+                st.integers(0, 14),
+                st.sampled_from(["- ", "1. ", "> ", ">" * 12, "", "```\n", "|a|b|\n|-|-|\n", "# "]),
+                st.sampled_from(["word\n", "x **y**\n", "\n", "word\n\n"]),
+            ),
+            max_size=25,
+        ),
+        st.integers(1, 60),
+    )
+    def test_any_stream_of_it_ends_as_a_fresh_layout(
+        self, parts: list[tuple[int, str, str]], step: int
+    ) -> None:
+        staircase = "".join("  " * depth + "- x\n" for depth in range(11))
+        text = staircase + "".join("  " * depth + mark + rest for depth, mark, rest in parts)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, limit in {"MAX_BLOCK": 200, "MAX_LINE": 100, "MAX_OPEN": 500, "PIECE": 61}.items():
+                patch.setattr(markdown_document, name, limit)
+            shown = fresh(text)
+            assert lines(streamed(in_steps(text, step))) == shown
+        assert "\n".join(shown).count("word") == text.count("word")
+
+
+CELLS = st.text(st.sampled_from("abc `*\\|"), max_size=6)
+
+
+class TestSurplusCells:
+    @pytest.mark.parametrize(
+        ("row", "shown"),
+        [
+            ("|x|y|LOST|also|", "x  y|LOST|also"),
+            ("x|y|z", "x  y|z"),
+            ("| or | `a || b` is or |", "or  a || b is or"),
+            ("| x | y \\| z |", "x  y | z"),
+            ("|x|y||", "x  y|"),
+            ("|x|", "x"),
+        ],
+    )
+    def test_they_stand_in_the_last_column(self, row: str, shown: str) -> None:
+        assert fresh(f"|a|b|\n|-|-|\n{row}\n")[-1] == shown
+        assert fresh(f"> |a|b|\n> |-|-|\n> {row}\n")[-1] == f"▌ {shown}"
+
+    def test_they_stand_in_records_too(self) -> None:
+        table = "|" + "|".join("abcdefgh") + "|\n" + "|-" * 8 + "|\n" + "|" + "|".join("123456789") + "|"
+        assert fresh(table, 12)[-1] == "h: 8|9"
+
+    @settings(max_examples=100, deadline=None)
+    @given(
+        st.lists(st.lists(CELLS, min_size=1, max_size=5), min_size=1, max_size=4), st.sampled_from([9, 60])
+    )
+    def test_no_letter_is_lost(self, rows: list[list[str]], width: int) -> None:
+        source = "|a|b|\n|-|-|\n" + "".join("|" + "|".join(row) + "|\n" for row in rows)
+        shown = fresh(source, width)
+        is_repeated = width < 60 and any(": " in line for line in shown)
+        letters = re.sub("[^abc]", "", source)
+        assert is_repeated or sorted(re.sub("[^abc]", "", "".join(shown))) == sorted(letters)
+
+    def test_more_columns_than_any_screen_has_are_text(self) -> None:
+        row = "|" + "a|" * (MAX_COLUMNS + 1)
+        source = row + "\n" + row.replace("a", "-") + "\n"
+        assert "".join(fresh(source)) == source.replace("\n", "")
+
+
+class TestLabels:
+    def test_all_of_it_stands_above_the_code(self) -> None:
+        shown = fresh("```Here is 日本 the answer, and it is long enough for two lines\nx\n```", 40)
+        assert " ".join(line.strip() for line in shown) == (
+            "Here is 日本 the answer, and it is long enough for two lines x"
+        )
+        assert {cell_len(line) for line in shown[:-1]} == {39}
+
+    @pytest.mark.parametrize(
+        "info", ["python", "python and more than fits on a line of that width", "(see below)", ""]
+    )
+    def test_no_line_of_divided_code_is_lost(self, info: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, limit in {"MAX_BLOCK": 400, "PIECE": 150}.items():
+            monkeypatch.setattr(markdown_document, name, limit)
+        code = [f"value_{number} = {number}" for number in range(90)]
+        shown = fresh(f"```{info}\n" + "\n".join(code) + "\n```\n", 30)
+        assert [line.strip() for line in shown][-90:] == code
+        assert " ".join(line.strip() for line in shown[:-90]) == info
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ('[a](http://x "the title")', 'a (http://x "the title")'),
+        ('[http://x](http://x "the title")', 'http://x (http://x "the title")'),
+        ('![alt](u "cap")', '[alt] (u "cap")'),
+        ('[a](http://x "&#27;[31m")', 'a (http://x "&#27;[31m")'),
+        ("1) a\n2) b", "1) a\n2) b"),
+    ],
+)
+def test_what_stands_on_the_screen(source: str, shown: str) -> None:
+    assert "\n".join(fresh(source)) == shown
