@@ -201,6 +201,12 @@ class AnswerMessage(BlankVertical):
         self._reasoning = ReasoningView()
         self._text = MarkdownView(message.answer.answer, pace.has_time)
         self._footer = Static("", classes="answer-footer", markup=False)
+        self._is_filled = False
+
+    @property
+    def has_place(self) -> bool:
+        """Whether it is laid out with all its parts, which come after it."""
+        return self._is_filled and self.virtual_region.width > 0
 
     def compose(self) -> ComposeResult:
         yield self._label
@@ -213,6 +219,10 @@ class AnswerMessage(BlankVertical):
         self.show_footer()
         if self.message is not self._chat.live:
             self._text.finish()
+        self.call_after_refresh(self._note_filled)
+
+    def _note_filled(self) -> None:
+        self._is_filled = True
 
     def show_text(self) -> None:
         """Bring the text up to date with the message; cheap when it has only grown."""

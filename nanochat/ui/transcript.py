@@ -7,6 +7,9 @@ followed until the user scrolls up. Shows what a :class:`Chat` holds and changes
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
 from textual.app import ComposeResult
 from textual.timer import Timer
 from textual.widget import Widget
@@ -26,8 +29,10 @@ MAX_WINDOW = 90
 """Messages shown at most; those farthest from the view go first."""
 LAYOUT_S = 0.08
 """Long texts are laid out a slice at a time, this often."""
-MAX_TRIES = 20
-"""Refreshes waited for until new messages have their places; a chat out of view gives them none."""
+PLACES_S = 0.02
+"""New messages are looked at this often until they have their places."""
+HIDDEN_PLACES_S = 0.2
+"""The same in a chat out of view, where they get none."""
 
 
 class Transcript(BlankVerticalScroll):
@@ -87,7 +92,7 @@ class Transcript(BlankVerticalScroll):
         self._build(index - CHUNK // 2)
         self.release_anchor()
         self._is_moving = True
-        self.call_after_refresh(self._go_to_target, MAX_TRIES)
+        self.call_after_refresh(self._go_to, message)
 
     def show_turn(self, answer: Message) -> None:
         """A question and its answer to come were added at the end, or only another answer."""
@@ -194,24 +199,26 @@ class Transcript(BlankVerticalScroll):
 
     # Where the view is
 
-    def _go_to_target(self, tries: int) -> None:
-        target = next(
-            (
-                widget
-                for group in self._groups
-                for widget in group
-                if isinstance(widget, (UserMessage, AnswerMessage)) and widget.message is self._target
-            ),
-            None,
-        )
-        if target is not None and not target.virtual_region and tries:  # it has no place yet
-            self.call_after_refresh(self._go_to_target, tries - 1)
+    def _go_to(self, message: Message) -> None:
+        if self._target is not message:  # another is wanted meanwhile, or the end
+            return
+        widgets = [widget for group in self._groups for widget in group]
+        if not _have_places(widgets):
+            self._again(partial(self._go_to, message))
             return
         self._is_moving = False
-        if target is not None:
-            self.scroll_to(y=target.virtual_region.y - 1, animate=False, immediate=True)
-            target.add_class("-found")
+        for widget in widgets:
+            if isinstance(widget, (UserMessage, AnswerMessage)) and widget.message is message:
+                self.scroll_to(y=widget.virtual_region.y - 1, animate=False, immediate=True)
+                if self._last < len(self._chat.path):
+                    self.release_anchor()  # the end in view is only that of what is shown yet
+                widget.add_class("-found")
         self._look_soon()
+
+    def _again(self, look: Callable[[], None]) -> None:
+        """Look once more whether new messages have their places."""
+        if self.is_attached:
+            self.set_timer(PLACES_S if self.size.height else HIDDEN_PLACES_S, look)
 
     def _look_soon(self) -> None:
         if self._is_built and not self._is_moving:
@@ -233,7 +240,7 @@ class Transcript(BlankVerticalScroll):
     def _move(self, groups: list[list[Widget]], *, at_top: bool) -> None:
         """Add messages at one end; what is in view stays where it is."""
         widgets = [widget for group in groups for widget in group]
-        self._keep_place(widgets[0])
+        self._keep_place(widgets)
         if at_top:
             self._column.mount_all(widgets, before=self._groups[0][0])
             self._groups = groups + self._groups
@@ -244,18 +251,18 @@ class Transcript(BlankVerticalScroll):
             self._groups += groups
         self._trim(at_top=not at_top)
 
-    def _keep_place(self, new: Widget | None = None) -> None:
+    def _keep_place(self, new: Sequence[Widget] = ()) -> None:
         """To be called before a change above or below the view: unless the end is followed, what is in view stays.
 
-        ``new`` is a widget that the change brings; there is nothing to keep before it has its place.
+        ``new`` are widgets that the change brings; there is nothing to keep before they have their places.
         """
         fixed, scroll_y = self._first_in_view(), self.scroll_y
         before = fixed.virtual_region.y
         self._is_moving = True
 
-        def settle(tries: int) -> None:
-            if new is not None and not new.virtual_region and tries:
-                self.call_after_refresh(settle, tries - 1)
+        def settle() -> None:
+            if not _have_places(new):
+                self._again(settle)
                 return
             self._is_moving = False
             moved = fixed.virtual_region.y - before if fixed.is_attached else 0
@@ -266,10 +273,10 @@ class Transcript(BlankVerticalScroll):
                 start = scroll_y if is_cut else self.scroll_y
                 self.scroll_to(y=start + moved, animate=False, immediate=True)
             self._turn_pages()
-            if new is not None:
+            if new:
                 self._look_soon()
 
-        self.call_after_refresh(settle, MAX_TRIES)
+        self.call_after_refresh(settle)
 
     def on_markdown_view_waiting(self) -> None:
         if self._waiting_timer is not None:
@@ -307,3 +314,12 @@ class Transcript(BlankVerticalScroll):
         else:
             gone, self._groups = self._groups[-excess:], self._groups[:-excess]
         self._column.remove_children([widget for group in gone for widget in group])
+
+
+def _have_places(widgets: Iterable[Widget]) -> bool:
+    """Whether all that still stand in the transcript are laid out, with all their parts."""
+    return all(
+        widget.has_place if isinstance(widget, AnswerMessage) else widget.virtual_region.width > 0
+        for widget in widgets
+        if widget.is_attached
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 from pathlib import Path
 
@@ -83,6 +85,28 @@ class TestSearch:
             await driver.press("enter")
             await driver.settle()
             assert [chat.title for chat in driver.app.main_screen.workspace.chats].count("Music") == 1
+
+    async def test_it_is_in_view_though_answers_get_their_parts_late(
+        self, tiny_llama: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        compose, delays_s = AnswerMessage._compose, itertools.cycle([0.0, 0.05, 0.1, 0.15])
+
+        async def late(self: AnswerMessage) -> None:
+            await asyncio.sleep(next(delays_s))
+            await compose(self)
+
+        monkeypatch.setattr(AnswerMessage, "_compose", late)
+        texts = numbered(60)
+        texts[21] += " with the word xylophone"
+        import_chat(file, "Music", texts)
+        async with started(tiny_llama, history=file, hold=True) as driver:
+            await driver.press("f9")
+            await driver.press(*"xyloph")
+            await driver.until_seen("1 hit, newest first")
+            await driver.press("enter")
+            await driver.until(lambda: is_in_view(driver, "message 21"))
+            await driver.pilot.pause(1.0)
+            assert is_in_view(driver, "message 21")
 
     async def test_a_hit_on_another_branch_goes_there(self, tiny_llama: Path, file: Path) -> None:
         with History(file) as history:
