@@ -24,8 +24,11 @@ MAX_LINE = 8_000
 """A line of the source that is longer is broken here."""
 MAX_BLOCK = 8_000
 """A block with a part that begins beyond so many characters is divided before that part, or an earlier one."""
-MAX_OPEN = 20_000
+MAX_OPEN = 12_000
 """A block without such a part, like a list within a list's only item, is divided here at any line."""
+MAX_BLOCK_LINES = 150
+MAX_CELLS = 300
+"""Many short lines cost more than few long ones: a block of more lines, or a table of more cells, is long too."""
 MAX_CHARACTERS = 500_000
 MAX_LINES = 10_000
 """What lies beyond so many characters, or lines of the source, isn't shown, and a last line says so. Models of today
@@ -121,7 +124,8 @@ class MarkdownDocument:
         piece = self._broken(piece)
         self._open += piece
         blocks = self._layout.parse(self._open)
-        if "\n" in piece and (len(blocks) > 1 or len(self._open) > MAX_BLOCK) and self._close_blocks():
+        may_close = len(blocks) > 1 or len(self._open) > MAX_BLOCK or any(map(_has_many_lines, blocks))
+        if "\n" in piece and may_close and self._close_blocks():
             blocks = self._layout.parse(self._open)
         return blocks
 
@@ -229,12 +233,27 @@ def _parts(block: SyntaxTreeNode) -> Sequence[int]:
 def _cut(block: SyntaxTreeNode, begin: int, end: int, line_starts: Sequence[int]) -> int | None:
     """Where to divide a block; None: it isn't long. Offsets; ``end`` is where the next block begins."""
     cuts = [line_starts[line] for line in _parts(block)]
-    beyond = next((cut for cut in cuts if cut > begin + MAX_BLOCK), None)
-    if beyond is not None and beyond <= begin + MAX_OPEN:
-        return max((cut for cut in cuts if cut <= begin + MAX_BLOCK), default=beyond)
-    if end > begin + MAX_OPEN:
-        return max(start for start in line_starts if start <= begin + MAX_OPEN)
+    first, last, num_lines = _first_line(block), len(line_starts) - 1, _max_lines(block)
+    limit = min(begin + MAX_BLOCK, line_starts[min(first + num_lines, last)])
+    open_limit = min(begin + MAX_OPEN, line_starts[min(first + 2 * num_lines, last)])
+    beyond = next((cut for cut in cuts if cut > limit), None)
+    if beyond is not None and beyond <= open_limit:
+        return max((cut for cut in cuts if cut <= limit), default=beyond)
+    if end > open_limit:
+        return max(start for start in line_starts if start <= open_limit)
     return None
+
+
+def _max_lines(block: SyntaxTreeNode) -> int:
+    """How many lines a block may have before it is long; a table has a few at least."""
+    if block.type == "table":
+        return max(4, MAX_CELLS // len(block.children[0].children[0].children))
+    return MAX_BLOCK_LINES
+
+
+def _has_many_lines(block: SyntaxTreeNode) -> bool:
+    first, last = block.map or (0, 0)
+    return last - first > _max_lines(block)
 
 
 def _opening(block: SyntaxTreeNode, whole: str, line_starts: Sequence[int]) -> str:

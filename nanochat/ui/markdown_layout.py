@@ -27,8 +27,10 @@ HIGHLIGHT_LINES = 100
 """Code is highlighted in pieces of this many lines: growing code costs its last piece, not the whole."""
 HIGHLIGHT_COLUMNS = 1_000
 """Code with a longer line isn't highlighted: lexers may take long over it."""
-INLINE_CHARACTERS = 20_000
-"""A paragraph longer than this is shown as it is written: thousands of brackets take seconds to parse."""
+INLINE_CHARACTERS = 12_000
+INLINE_MARKS = 800
+"""A paragraph longer than this, or with more brackets, stars and the like, is shown as it is written: each of them
+costs some 10 µs at every delta, those of links and images three times that."""
 COLUMN_GAP = "  "
 
 _LANGUAGE = re.compile(r"[\w+#.-]{1,24}")
@@ -77,6 +79,7 @@ class MarkdownLayout:
         self._parsed: Recent[str, Content] = Recent()
         self._wrapped: Recent[tuple[str, str, int], list[Content]] = Recent()
         self._code_lines: Recent[tuple[str, str, int], list[Line]] = Recent()
+        self._rows: Recent[tuple[object, ...], list[Line]] = Recent()
 
     def parse(self, source: str) -> list[SyntaxTreeNode]:
         """Top-level blocks; ``map`` gives each one's first line and the line after its last."""
@@ -87,12 +90,14 @@ class MarkdownLayout:
         self._parsed.forget_unused()
         self._wrapped.forget_unused()
         self._code_lines.forget_unused()
+        self._rows.forget_unused()
 
     def clear(self) -> None:
         """Forget what was kept; a finished message needs it no more."""
         self._parsed.clear()
         self._wrapped.clear()
         self._code_lines.clear()
+        self._rows.clear()
 
     def block(self, node: SyntaxTreeNode, width: int) -> list[Line]:
         """Lines of one block, at most ``width`` cells wide (``MIN_WIDTH`` at least)."""
@@ -141,7 +146,7 @@ class MarkdownLayout:
     def _inline(self, source: str) -> Content:
         if (kept := self._parsed.get(source)) is not None:
             return kept
-        if len(source) > INLINE_CHARACTERS:
+        if len(source) > INLINE_CHARACTERS or _num_marks(source) > INLINE_MARKS:
             return Content(source.expandtabs(TAB))
         tokens = self._inlines.parseInline(source)
         return self._parsed.keep(source, inline_content(tokens[0].children or []))
@@ -211,35 +216,35 @@ class MarkdownLayout:
             return kept
         lines: list[Line] = []
         for content in highlighted(code, language):
-            rows = content.fold(width - 2) if cell_len(content.plain) > width - 2 else [content]
+            rows = fold(content, width - 2) if cell_len(content.plain) > width - 2 else [content]
             lines += [Line(Content(" ") + row, ".fence") for row in rows]
         return self._code_lines.keep(key, lines)
 
     def _table(self, node: SyntaxTreeNode, width: int) -> list[Line]:
         rows = [row for part in node.children for row in part.children]
         sources = [[_inline_source(cell) for cell in row.children] for row in rows]
-        contents = [[self._inline(source) for source in row] for row in sources]
-        columns = max(map(len, sources))
-        natural = [
-            max((_width(row[column]) for row in contents if column < len(row)), default=1)
-            for column in range(columns)
-        ]
+        columns = len(sources[0])
         available = width - len(COLUMN_GAP) * (columns - 1)
         if available < 3 * columns:
             return self._records(sources, width)
+        natural = [max(_width(self._inline(row[column])) for row in sources) for column in range(columns)]
         widths = fit_columns(natural, available)
         aligns = [_align(cell) for cell in rows[0].children]
         lines: list[Line] = []
         for index, row in enumerate(sources):
             style = ".table-header" if index == 0 else ""
-            cells = [
-                self._wrapped_contents(cell, style, size) for cell, size in zip(row, widths, strict=False)
-            ]
-            lines += [Line(line) for line in _join_cells(cells, widths, aligns)]
+            lines += self._row(row, style, widths, aligns)
             if index == 0:
                 rule = COLUMN_GAP.join("─" * size for size in widths)
                 lines.append(Line(Content.styled(rule, ".rule")))
         return lines
+
+    def _row(self, row: list[str], style: str, widths: list[int], aligns: list[str]) -> list[Line]:
+        key = (style, *row, *widths, *aligns)
+        if (kept := self._rows.get(key)) is not None:
+            return kept
+        cells = [self._wrapped_contents(cell, style, size) for cell, size in zip(row, widths, strict=True)]
+        return self._rows.keep(key, [Line(line) for line in _join_cells(cells, widths, aligns)])
 
     def _records(self, sources: list[list[str]], width: int) -> list[Line]:
         """A table too wide for its columns: one ``header: cell`` line a cell."""
@@ -247,10 +252,18 @@ class MarkdownLayout:
         for row in sources[1:]:
             if lines:
                 lines.append(BLANK)
-            for header, cell in zip(sources[0], row, strict=False):
-                name = self._inline(header).stylize_before(".table-header")
-                lines += [Line(part) for part in (name + ": " + self._inline(cell)).wrap(width)]
+            lines += self._record(sources[0], row, width)
         return lines or self._wrap(" · ".join(sources[0]), ".table-header", width)
+
+    def _record(self, headers: list[str], row: list[str], width: int) -> list[Line]:
+        key = (width, *headers, *row)
+        if (kept := self._rows.get(key)) is not None:
+            return kept
+        lines: list[Line] = []
+        for header, cell in zip(headers, row, strict=True):
+            name = self._inline(header).stylize_before(".table-header")
+            lines += [Line(part) for part in (name + ": " + self._inline(cell)).wrap(width)]
+        return self._rows.keep(key, lines)
 
 
 def highlighted(code: str, language: str) -> list[Content]:
@@ -263,6 +276,20 @@ def highlighted(code: str, language: str) -> list[Content]:
     ]
     unchanged = [line.plain.rstrip() for line in coloured] == [row.rstrip() for row in rows]
     return coloured if unchanged else [Content(row) for row in rows]  # a lexer may drop blank lines
+
+
+def fold(content: Content, width: int) -> list[Content]:
+    """A line cut at every ``width`` cells (2 at least). Textual's own drops what follows combining characters."""
+    if content.plain.isascii():
+        return content.fold(width)
+    rows, start, cells = [], 0, 0
+    for index, character in enumerate(content.plain):
+        size = cell_len(character)
+        if cells + size > width:
+            rows.append(content[start:index])
+            start, cells = index, 0
+        cells += size
+    return [*rows, content[start:]]
 
 
 def fit_columns(natural: Sequence[int], available: int) -> list[int]:
@@ -291,6 +318,11 @@ def _join_cells(cells: list[list[Content]], widths: list[int], aligns: list[str]
             line = line + (COLUMN_GAP if column else "") + " " * before + content + " " * (space - before)
         lines.append(line.rstrip())
     return lines
+
+
+def _num_marks(source: str) -> int:
+    """How much there is to parse; what begins a link's target or an image counts thrice."""
+    return sum(map(source.count, ("*", "_", "~", "[", "](", "](", "![", "![")))
 
 
 def _indent(lines: Sequence[Line], first: Content, rest: Content) -> list[Line]:

@@ -7,10 +7,14 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from markdown_it.tree import SyntaxTreeNode
 from rich.cells import cell_len
 
 from nanochat.ui import markdown_document
-from nanochat.ui.markdown_document import PIECE
+from nanochat.ui.markdown_document import MAX_BLOCK_LINES, MAX_CELLS, PIECE
+from nanochat.ui.markdown_layout import MarkdownLayout
 from nanochat.ui.markdown_parser import MAX_COLUMNS
 from tests.ui.test_markdown import fresh, lines, streamed
 
@@ -63,6 +67,13 @@ class TestDeepNesting:
             shown = fresh(text)
             assert lines(streamed(in_steps(text, step))) == shown
         assert "\n".join(shown).count("word") == text.count("word")
+
+
+@given(st.text(st.sampled_from("ab日é\u0301\u0302\u0928\u093f"), max_size=60), st.integers(8, 30))
+def test_code_is_folded_without_loss(code: str, width: int) -> None:
+    shown = fresh(f"```\n{code}\n```", width)
+    assert "".join(line[1:] for line in shown) == code
+    assert all(cell_len(line) <= width for line in shown)
 
 
 CELLS = st.text(st.sampled_from("abc `*\\|"), max_size=6)
@@ -137,3 +148,48 @@ class TestLabels:
 )
 def test_what_stands_on_the_screen(source: str, shown: str) -> None:
     assert "\n".join(fresh(source)) == shown
+
+
+class TestCost:
+    """What a delta may cost is told by how much is parsed for it."""
+
+    @pytest.mark.parametrize(
+        ("text", "most"),
+        [
+            ("|a|b|\n|-|-|\n" + "|x|y|\n" * 900, MAX_CELLS // 2),
+            ("|" + "a|" * 90 + "\n|" + "-|" * 90 + "\n" + ("|" + "b|" * 90 + "\n") * 20, MAX_CELLS // 90 + 2),
+            ("- x\n" * 900, MAX_BLOCK_LINES),
+            ("- one\n" + "  - x\n" * 900, 2 * MAX_BLOCK_LINES),
+            ("> a\n" + "b\n" * 900, 2 * MAX_BLOCK_LINES),
+        ],
+    )
+    def test_a_block_of_many_short_lines_is_divided(
+        self, text: str, most: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        parsed, parse = [0], MarkdownLayout.parse
+
+        def counting(layout: MarkdownLayout, source: str) -> list[SyntaxTreeNode]:
+            parsed.append(source.count("\n"))
+            return parse(layout, source)
+
+        monkeypatch.setattr(MarkdownLayout, "parse", counting)
+        document = streamed(in_steps(text, 100))
+        assert max(parsed) <= most + 100 // len(text.split("\n")[-2]) + 2
+        assert lines(document) == fresh(text)
+
+    @pytest.mark.parametrize("text", ["*a_" * 600, "[" * 2_000, "[a](" * 400, "![a" * 600, "~~a " * 600])
+    def test_thousands_of_marks_are_text(self, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        parsed = [0]
+        parse = MarkdownIt.parseInline
+
+        def counting(parser: MarkdownIt, source: str) -> list[Token]:
+            parsed.append(len(source))
+            return parse(parser, source)
+
+        monkeypatch.setattr(MarkdownIt, "parseInline", counting)
+        assert "".join(fresh(text)).replace(" ", "") == text.replace(" ", "")
+        assert max(parsed) == 0
+
+    def test_a_long_paragraph_of_prose_is_no_such_text(self) -> None:
+        shown = fresh("some plain words with a **bold** one and `code`, then more.\n" * 120)
+        assert set(shown) == {"some plain words with a bold one and code, then more."}
