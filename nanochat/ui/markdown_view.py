@@ -84,6 +84,13 @@ class MarkdownView(Growing):
         self._document.replace(source)
         self._relayout()
 
+    def show(self, source: str) -> None:
+        """Show a text; cheap when the one shown has only grown."""
+        if not source.startswith(self.source):
+            self.replace(source)
+        elif len(source) > len(self.source):
+            self.append(source[len(self.source) :])
+
     def finish(self) -> None:
         """No more text will come."""
         self._document.finish()

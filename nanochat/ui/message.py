@@ -17,6 +17,7 @@ from nanochat.ui.chat import Chat, Message, Note, Phase
 from nanochat.ui.chrome import is_over_server
 from nanochat.ui.markdown_view import MarkdownView
 from nanochat.ui.pace import Pace
+from nanochat.ui.reasoning_view import ReasoningView
 
 SHOWN_CHARACTERS = 4_000
 SHOWN_LINES = 60
@@ -139,39 +140,6 @@ class UserMessage(Static):
         self.post_message(self.EditWanted(self.message))
 
 
-class ReasoningView(Static):
-    """The answer's reasoning, folded to one dim line until it is clicked."""
-
-    def __init__(self) -> None:
-        super().__init__("", classes="reasoning", markup=False)
-        self.display = False
-        self._text = ""
-        self._summary = ""
-        self._is_unfolded = False
-
-    def show(self, text: str, num_tokens: int, is_open: bool) -> None:
-        """Bring up to date; hidden as long as there is no reasoning."""
-        self.display = bool(text) or is_open
-        amount = f" · {fmt.plural(num_tokens, 'token')}" if num_tokens else ""
-        self._text, self._summary = text, ("Thinking…" if is_open else "Thought") + amount
-        self._draw()
-
-    def toggle(self) -> None:
-        """Unfold or fold."""
-        self._is_unfolded = not self._is_unfolded
-        self.set_class(self._is_unfolded, "-unfolded")
-        self._draw()
-
-    def _draw(self) -> None:
-        head = f"{'▾' if self._is_unfolded else '▸'} {self._summary}"
-        content = Content(f"{head}\n{self._text}" if self._is_unfolded else head)
-        # While a model thinks, the folded line changes with every delta, and stays one line.
-        self.update(content, layout=self._is_unfolded or self.size.height != 1)
-
-    def on_click(self) -> None:
-        self.toggle()
-
-
 class BranchLabel(Static):
     """``Assistant``, with ``‹ 2/3 ›`` when there are other answers; the arrows can be clicked."""
 
@@ -198,7 +166,7 @@ class AnswerMessage(BlankVertical):
         self.message = message
         self._chat = chat
         self._label = BranchLabel(message)
-        self._reasoning = ReasoningView()
+        self._reasoning = ReasoningView(pace)
         self._text = MarkdownView(message.answer.answer, pace.has_time)
         self._footer = Static("", classes="answer-footer", markup=False)
         self._is_filled = False
@@ -227,12 +195,8 @@ class AnswerMessage(BlankVertical):
     def show_text(self) -> None:
         """Bring the text up to date with the message; cheap when it has only grown."""
         answer = self.message.answer
-        shown, wanted = self._text.source, answer.answer
-        if wanted.startswith(shown):
-            if len(wanted) > len(shown):
-                self._text.append(wanted[len(shown) :])
-        else:
-            self._text.replace(wanted)
+        wanted = answer.answer
+        self._text.show(wanted)
         if answer.is_reasoning or self._reasoning.display or answer.reasoning:
             self._reasoning.show(answer.reasoning, answer.reasoning_tokens, answer.is_reasoning)
         if self._text.display != bool(wanted):

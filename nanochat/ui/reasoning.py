@@ -16,10 +16,13 @@ class AnswerText:
         """What encloses the model's reasoning; None for a model without any."""
         self.is_opened = False
         """Whether the prompt has opened the reasoning already, so that the text begins inside it."""
+        self._is_growing = False
+        """Whether the text is what has streamed so far: what may become a tag is not judged yet."""
 
     def append(self, text: str, num_tokens: int) -> None:
         """Add streamed text and the number of tokens it came from."""
         was_reasoning = self.is_reasoning
+        self._is_growing = True
         self.text += text
         self.num_tokens += num_tokens
         if was_reasoning or self.is_reasoning:
@@ -28,6 +31,7 @@ class AnswerText:
     def replace(self, text: str) -> None:
         """The whole text anew; the token counts stay."""
         self.text = text
+        self._is_growing = False
 
     def copy(self) -> AnswerText:
         """Another one that has the same text and grows on its own."""
@@ -38,30 +42,50 @@ class AnswerText:
         """Whether the text so far ends inside the reasoning."""
         if self.tags is None:
             return False
-        opening, closing = self.tags
-        begins = self.is_opened or self.text.lstrip().startswith(opening)
-        return begins and closing not in self.text
+        return self._begins_inside and self.tags[1] not in self.text
 
     @property
     def reasoning(self) -> str:
         """What stands before the closing tag; empty if there is no reasoning.
 
-        Where the prompt has opened it, or a model forgets to, only its end is seen.
+        Where a model forgets to open it, only its end is seen, and is one only alone on a line.
         """
-        if self.tags is None:
+        if self.tags is None or (not self.is_reasoning and self._end is None):
             return ""
-        opening, closing = self.tags
-        head, close, _ = self.text.partition(closing)
-        if not close and not self.is_reasoning:
-            return ""
-        return head.lstrip().removeprefix(opening).strip()
+        return self.text[: self._end].lstrip().removeprefix(self.tags[0]).strip()
 
     @property
     def answer(self) -> str:
         """What stands after the reasoning."""
         if self.tags is None:
             return self.text
-        if self.is_reasoning:
+        if self.is_reasoning or self._may_begin:
             return ""
-        _, close, tail = self.text.partition(self.tags[1])
-        return tail.lstrip() if close else self.text
+        end = self._end
+        return self.text if end is None else self.text[end + len(self.tags[1]) :].lstrip()
+
+    @property
+    def _begins_inside(self) -> bool:
+        return self.is_opened or (self.tags is not None and self.text.lstrip().startswith(self.tags[0]))
+
+    @property
+    def _may_begin(self) -> bool:
+        """Whether all there is so far may be a part of the opening tag."""
+        start = self.text.lstrip()
+        return self._is_growing and bool(start) and self.tags is not None and self.tags[0].startswith(start)
+
+    @property
+    def _end(self) -> int | None:
+        """Where the closing tag stands that ends the reasoning."""
+        if self.tags is None or (place := self.text.find(self.tags[1])) < 0:
+            return None
+        if self._begins_inside:
+            return place
+        opening, closing = self.tags
+        while place >= 0 and opening not in self.text[:place]:
+            before = self.text[self.text.rfind("\n", 0, place) + 1 : place]
+            after, line_end, _ = self.text[place + len(closing) :].partition("\n")
+            if not before.strip() and not after.strip() and (line_end or not self._is_growing):
+                return place
+            place = self.text.find(closing, place + 1)
+        return None

@@ -149,8 +149,12 @@ class Transcript(BlankVerticalScroll):
 
     def _is_end_growing(self) -> bool:
         """Whether a text that reaches into the last page is not yet laid out to its end."""
-        tops = [view.parent for view in self._unfinished()]
-        return any(isinstance(top, Widget) and top.virtual_region.bottom > self.max_scroll_y for top in tops)
+        unfinished = self._unfinished()
+        return any(
+            answer.virtual_region.bottom > self.max_scroll_y
+            for answer in self.answers()
+            if any(answer in view.ancestors for view in unfinished)
+        )
 
     def _unfinished(self) -> list[MarkdownView]:
         """Texts that are not laid out to their end."""

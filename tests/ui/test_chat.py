@@ -173,11 +173,45 @@ def test_reasoning_is_told_from_the_answer_as_it_streams() -> None:
     assert (text.reasoning_tokens, text.num_tokens) == (4, 5)
 
 
-def test_reasoning_opened_by_the_template_is_found_at_its_end() -> None:
+def test_reasoning_that_was_never_opened_is_found_at_its_end() -> None:
     text = AnswerText()
     text.tags = ("<think>", "</think>")
-    text.append("hmm</think>Yes", 3)
+    text.append("hmm\n</think>\n\nYes", 3)
     assert (text.reasoning, text.answer) == ("hmm", "Yes")
+    text.replace("hmm\n</think>")
+    assert (text.reasoning, text.answer) == ("hmm", "")
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        "The tag `</think>` ends it.\nSo it does.",
+        "It ends with </think>",
+        "</think> ends it",
+        "As in\n```\n<think>\nso\n</think>\n```\nit is.",
+        "<",
+        "<thin line",
+    ],
+)
+def test_an_answer_that_only_mentions_a_tag_is_all_answer(whole: str) -> None:
+    text = AnswerText()
+    text.tags = ("<think>", "</think>")
+    for character in whole:
+        text.append(character, 1)
+        assert text.reasoning == ""
+        assert text.answer in (text.text, "")
+    text.replace(whole)
+    assert (text.is_reasoning, text.reasoning, text.answer) == (False, "", whole)
+
+
+def test_a_part_of_the_opening_tag_is_never_shown() -> None:
+    text = AnswerText()
+    text.tags = ("<think>", "</think>")
+    seen = []
+    for piece in ("\n<thi", "nk>", "so</think>Yes"):
+        text.append(piece, 1)
+        seen.append((text.reasoning, text.answer))
+    assert seen == [("", ""), ("", ""), ("so", "Yes")]
 
 
 def test_a_model_without_reasoning_shows_its_tags() -> None:

@@ -14,7 +14,8 @@ from nanochat.backend.remote import backend as remote
 from nanochat.backend.remote import client
 from nanochat.backend.remote.config import RemoteConfig
 from nanochat.settings import Preset
-from nanochat.ui.message import AnswerMessage, ReasoningView
+from nanochat.ui.message import AnswerMessage
+from nanochat.ui.reasoning_view import ReasoningView
 from tests.backend.fake_server import Asked, FakeServer, Reply, break_off, fake_server, refuse, say, talk_on
 from tests.backend.test_metrics import recorded
 from tests.terminal import until

@@ -8,6 +8,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+from markdown_it.tree import SyntaxTreeNode
 
 from benchmarks.ui import hide_answers, show_answers
 from nanochat.engine.handle import RequestHandle
@@ -16,6 +17,7 @@ from nanochat.engine.request import FinishReason
 from nanochat.ui import chat_screen
 from nanochat.ui.bridge import AnswerStarted
 from nanochat.ui.chat_screen import MIN_POLL_S
+from nanochat.ui.markdown_layout import MarkdownLayout
 from nanochat.ui.markdown_view import MarkdownView
 from nanochat.ui.message import AnswerMessage
 from nanochat.ui.stage import Stage
@@ -199,6 +201,35 @@ async def test_reasoning_is_folded_and_unfolds(tiny_llama: Path) -> None:
         assert "wonder" not in driver.screen_text()
         await driver.press("ctrl+t")
         await driver.until_seen("first I wonder")
+
+
+async def test_unfolded_reasoning_costs_its_last_part_as_it_grows(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[int] = []
+    parse = MarkdownLayout.parse
+
+    def counting(layout: MarkdownLayout, source: str) -> list[SyntaxTreeNode]:
+        parsed.append(len(source))
+        return parse(layout, source)
+
+    async with started(tiny_llama) as driver:
+        answer = Scripted(driver, ("<think>", "</think>"))
+        await answer.start()
+        await answer.push("<think>" + "".join(f"Thought {number}.\n\n" for number in range(500)))
+        await driver.press("ctrl+t")
+        await driver.until_seen("Thought 499.")
+        monkeypatch.setattr(MarkdownLayout, "parse", counting)
+        for number in range(500, 503):
+            await answer.push(f"Thought {number}.\n\n")
+            await driver.until_seen(f"Thought {number}.")
+        assert 0 < max(parsed) < 100
+        await driver.press("ctrl+t")
+        await driver.until(lambda: "Thought 502." not in driver.screen_text())
+        await answer.push("Last.</think>\n\nThe answer.")
+        await driver.until_seen("The answer.")
+        await driver.press("ctrl+t")
+        await driver.until_seen("Last.")
 
 
 async def test_a_failed_answer_says_so_in_its_chat(tiny_llama: Path) -> None:
