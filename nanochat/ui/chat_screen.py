@@ -31,6 +31,9 @@ MIN_STATS_S = 0.15
 """New text in view takes statistics as old as this along: one drawing of the screen costs less than two."""
 MAX_STATS_S = 0.22
 """Without new text, statistics are shown when they are as old as this."""
+COUNT_AFTER_S = 1.0
+"""A chat's context is counted once it has been in view for so long: all of a long one is encoded, and meanwhile it is
+being read, or left again."""
 TIDY_S = 1.0
 """Nothing has been answered for so long: time to look for garbage."""
 TIDY_ROUNDS = 10
@@ -68,6 +71,8 @@ class ChatScreen(PaneScreen):
         self.refusals: dict[int, Refusal] = {}
         """By chat id: the last question that didn't fit, and what would make it fit."""
         self._next_poll: asyncio.TimerHandle | None = None
+        self._to_count: Chat | None = None
+        """Its context is to be counted, should it stay in view."""
         self._shown_s = 0.0
         """When statistics were last shown, by the monotonic clock."""
         self._cpu_s = 0.0
@@ -318,6 +323,14 @@ class ChatScreen(PaneScreen):
         if not self.workspace.busy and gc.get_count()[2] >= TIDY_ROUNDS:
             gc.collect()
 
+    def _count(self) -> None:
+        """Have the context of the chat in view be counted, if it has been in view for a while."""
+        chat, self._to_count = self._to_count, None
+        if self.bridge is not None and chat is self.workspace.active and chat.needs_count:
+            self.bridge.count(chat)
+        else:
+            self._show_idle()  # which sees whether another is to be counted
+
     def _show_idle(self) -> None:
         if self.bridge is not None and not self.bridge.is_active:
             self.show_stats()
@@ -329,8 +342,9 @@ class ChatScreen(PaneScreen):
             self.show_tabs()
             return
         self._shown_s = time.monotonic()
-        if workspace.active.needs_count:
-            bridge.count(workspace.active)
+        if workspace.active.needs_count and self._to_count is not workspace.active:
+            self._to_count = workspace.active
+            self.set_timer(COUNT_AFTER_S, self._count)
         stats = bridge.backend.stats(is_shown=self._panel.display or self._stats_line.display)
         chat_ids = bridge.request_ids()
         rows = update_phases(workspace.chats, chat_ids, stats)
