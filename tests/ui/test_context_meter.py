@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from nanochat.ui import chat_screen
 from nanochat.ui.stats_panel import Snapshot
 from tests.ui.driver import ENDLESS, LONG, Driver, started
 from tests.ui.test_search import import_chat
@@ -56,7 +59,10 @@ async def test_an_imported_chat_counts_and_turns_left_out_count_no_more(
         assert driver.chat.context_tokens == metrics.prompt_tokens + metrics.completion_tokens
 
 
-async def test_a_chat_that_cannot_be_counted_is_not_asked_for_again(tiny_llama: Path, tmp_path: Path) -> None:
+async def test_a_chat_that_cannot_be_counted_is_not_asked_for_again(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_screen, "COUNT_AFTER_S", 0.01)
     file = tmp_path / "history.db"
     import_chat(file, "Long", ["One question", "Its answer"], as_tab=True)
     async with started(tiny_llama, history=file, hold=True) as driver:
@@ -66,8 +72,10 @@ async def test_a_chat_that_cannot_be_counted_is_not_asked_for_again(tiny_llama: 
         backend = driver.app.main_screen.bridge.backend
         backend.count = lambda turn: asked.append(turn)  # type: ignore[method-assign]
         driver.chat.counted = None
+        driver.app.main_screen.show_stats()
+        await driver.until(lambda: asked)
         for _ in range(3):
             driver.app.main_screen.show_stats()
-            await driver.settle()
+            await driver.pilot.pause(0.05)
         assert len(asked) == 1
         assert driver.chat.context_tokens == 0
