@@ -27,7 +27,7 @@ MAX_BLOCK = 8_000
 MAX_OPEN = 12_000
 """A block without such a part, like a list within a list's only item, is divided here at any line."""
 MAX_BLOCK_LINES = 150
-MAX_CELLS = 300
+MAX_CELLS = 600
 """Many short lines cost more than few long ones: a block of more lines, or a table of more cells, is long too."""
 MAX_CHARACTERS = 500_000
 MAX_LINES = 10_000
