@@ -165,8 +165,12 @@ class MarkdownDocument:
         line_starts = [0, *accumulate(len(line) + 1 for line in whole.split("\n"))]
         begins = [0, *(line_starts[_first_line(block)] for block in blocks[1:]), len(whole)]
         for number, block in enumerate(blocks):
-            begin = begins[number]
-            if (cut := _cut(block, begin, begins[number + 1], line_starts)) is not None:
+            begin, end = begins[number], begins[number + 1]
+            if number == len(blocks) - 1 and block.type == "paragraph":
+                end = line_starts[
+                    (block.map or (0, 1))[1] - 1
+                ]  # its last line may yet become a table's heading
+            if (cut := _cut(block, begin, end, line_starts)) is not None:
                 self._close(blocks[:number])
                 self._close(self._layout.parse(whole[begin:cut]))
                 self._is_joined = _is_seamless(block, whole[:cut])
@@ -232,7 +236,7 @@ def _parts(block: SyntaxTreeNode) -> Sequence[int]:
 
 def _cut(block: SyntaxTreeNode, begin: int, end: int, line_starts: Sequence[int]) -> int | None:
     """Where to divide a block; None: it isn't long. Offsets; ``end`` is where the next block begins."""
-    cuts = [line_starts[line] for line in _parts(block)]
+    cuts = [start for start in (line_starts[line] for line in _parts(block)) if start < end]
     first, last, num_lines = _first_line(block), len(line_starts) - 1, _max_lines(block)
     limit = min(begin + MAX_BLOCK, line_starts[min(first + num_lines, last)])
     open_limit = min(begin + MAX_OPEN, line_starts[min(first + 2 * num_lines, last)])

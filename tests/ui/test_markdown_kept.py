@@ -193,3 +193,14 @@ class TestCost:
     def test_a_long_paragraph_of_prose_is_no_such_text(self) -> None:
         shown = fresh("some plain words with a **bold** one and `code`, then more.\n" * 120)
         assert set(shown) == {"some plain words with a bold one and code, then more."}
+
+
+@pytest.mark.parametrize("length", range(25, 40))
+def test_a_table_right_below_a_long_paragraph_divides_it_the_same_however_it_came(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, limit in {"MAX_BLOCK": 60, "MAX_LINE": 40, "MAX_OPEN": 150, "PIECE": 25}.items():
+        monkeypatch.setattr(markdown_document, name, limit)
+    text = "a **bold word\n" + "x" * length + "\nends** here\n|a|b|\n|-|-|\n|c|d|\n"
+    for step in range(1, 10):
+        assert lines(streamed(in_steps(text, step))) == fresh(text)
