@@ -170,11 +170,16 @@ class MarkdownDocument:
                 end = line_starts[
                     (block.map or (0, 1))[1] - 1
                 ]  # its last line may yet become a table's heading
-            if (cut := _cut(block, begin, end, line_starts)) is not None:
+            cut, opening = _cut(block, begin, end, line_starts), _opening(block, whole, line_starts)
+            if cut is not None and cut - begin <= len(
+                opening
+            ):  # no more would be left out than is put before
+                cut = next((start for start in line_starts if begin + len(opening) < start < end), None)
+            if cut is not None:
                 self._close(blocks[:number])
                 self._close(self._layout.parse(whole[begin:cut]))
                 self._is_joined = _is_seamless(block, whole[:cut])
-                return _opening(block, whole, line_starts) + whole[cut:]
+                return opening + whole[cut:]
         self._close(blocks[:-1])
         return whole[begins[-2] :] if len(blocks) > 1 else None
 

@@ -267,7 +267,10 @@ class _LeanCompositor(Compositor):
         height = max(rows) + 1 - top
         strips = widget.render_lines(Region(x - region.x, top - region.y, seen.width, height))
         for y, starts in rows.items():
-            strip, chop = strips[y - top], chops[y]
+            chop = chops[y]
+            strip = strips[y - top] if y - top < len(strips) else Strip([])
+            if strip.cell_length < seen.width:  # it has not heard of its new size yet
+                strip = strip.extend_cell_length(seen.width, widget.visual_style.rich_style)
             ends = [cut - x for cut in self.cuts[y] if x < cut <= end]
             parts = dict(zip((x, *(x + cut for cut in ends)), strip.divide(ends), strict=False))
             for start in starts:

@@ -19,6 +19,7 @@ from textual.app import App
 from textual.geometry import Region
 from textual.screen import UPDATE_PERIOD, Screen
 from textual.scrollbar import ScrollBar
+from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets._toast import Toast
 
@@ -189,6 +190,28 @@ async def test_what_is_drawn_of_a_change_is_what_textual_draws(tiny_llama: Path)
                 last - first for _, first, last in (plain.spans if plain else ())
             )
         assert compositor.render_partial_update() is None
+
+
+async def test_a_widget_that_has_not_heard_of_its_new_size_leaves_no_hole(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lines are too short, or too few: what stood there before is not left on the screen."""
+    render_lines = Widget.render_lines
+
+    def late(self: Widget, crop: Region) -> list[Strip]:
+        strips = render_lines(self, crop)
+        return [strip.crop(0, crop.width // 3) for strip in strips[: max(1, len(strips) // 2)]]
+
+    async with started(tiny_llama) as driver:
+        await driver.ask("First")
+        compositor = driver.app.screen._compositor
+        with monkeypatch.context() as patch:
+            for cls in (Widget, MarkdownView):
+                patch.setattr(cls, "render_lines", late)
+            compositor._dirty_regions = {driver.app.size.region}
+            assert len(changed(compositor.render_partial_update())) == driver.app.size.area
+        await driver.press("f2")
+        await driver.until_seen("First")
 
 
 async def test_a_new_line_lays_the_screen_out_once_and_draws_no_other_line_anew(
