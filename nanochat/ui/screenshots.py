@@ -14,7 +14,7 @@ from textual.widget import Widget
 
 def widget_svg(widget: Widget, title: str) -> str:
     """A widget as it stands on the screen, in a frame of its own."""
-    width, height = widget.size
+    width, height = widget.outer_size  # with its border and padding
     console = Console(
         width=width,
         height=height,

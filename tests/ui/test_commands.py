@@ -307,9 +307,17 @@ async def test_a_screenshot_is_saved_and_its_place_named(tiny_llama: Path, tmp_p
 async def test_a_screenshot_of_the_panel_alone(tiny_llama: Path, tmp_path: Path) -> None:
     async with started(tiny_llama, screenshots=tmp_path) as driver:
         await driver.until_seen("KV blocks")
+        place = driver.app.query_one("StatsPanel").region
+        rows = driver.screen_text().split("\n")[place.y : place.bottom]
+        ends = [
+            row[place.x + 1 : place.right].split()[-1]
+            for row in rows
+            if row[place.x + 1 : place.right].strip()
+        ]
         await driver.say("/screenshot panel")
         (picture,) = tmp_path.iterdir()
         shown = "".join(ElementTree.fromstring(picture.read_text(encoding="utf-8")).itertext())
+        assert all(word in shown for word in ends)  # nothing is cut off
         assert "Prefix" in shown
         assert "Ask" not in shown
         await driver.say("/screenshot everything")
