@@ -43,7 +43,7 @@ SAMPLING_HELP = {
     "ignore_eos": "go on to max_tokens, whatever the model says",
 }
 APP_HELP = {
-    "theme": "the colours; NO_COLOR in the environment leaves them all out",
+    "theme": "the colours; NO_COLOR in the environment leaves only greys",
     "panel": "how large the stats panel is at first; auto: what fits the screen",
     "reduced_motion": "nothing scrolls smoothly, slides or flashes",
     "screenshot_folder": "where F5 saves pictures; empty: your pictures folder",

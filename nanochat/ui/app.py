@@ -49,6 +49,7 @@ from nanochat.ui.terminal import UnfitTerminal, check_terminal, reserved_screen
 from nanochat.ui.textual_private import (
     lasting_driver,
     let_alt_digits_through,
+    let_keys_follow_escape,
     let_pastes_be_pastes,
     let_single_timers_come,
     let_text_have_no_room,
@@ -102,6 +103,7 @@ class NanochatApp(App[None]):
         """
         super().__init__()
         let_alt_digits_through()
+        let_keys_follow_escape()
         let_pastes_be_pastes()
         let_text_have_no_room()
         let_single_timers_come()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import string
 import sys
 import time
 from codecs import getincrementaldecoder
@@ -23,6 +24,7 @@ from textual.app import App
 from textual.content import Content
 from textual.driver import Driver
 from textual.geometry import Region, Size
+from textual.keys import Keys
 from textual.message import Message
 from textual.screen import UPDATE_PERIOD, Screen
 from textual.scrollbar import ScrollBar, ScrollBarRender
@@ -48,6 +50,17 @@ def let_alt_digits_through() -> None:
     """
     for key in _AltDigit:
         _KEYS[f"\x1b{key.value[-1]}"] = (key,)
+
+
+def let_keys_follow_escape() -> None:
+    """Have Escape and a control key arrive as the two when they come as one, from a quick hand or a slow line.
+
+    Textual knows no such sequence, and writes "^" for its Escape.
+    """
+    for letter in string.ascii_lowercase:
+        control = chr(ord(letter) - ord("a") + 1)
+        if control not in "\t\r":
+            _KEYS.setdefault(f"\x1b{control}", (Keys.Escape, Keys(f"ctrl+{letter}")))
 
 
 def let_pastes_be_pastes() -> None:

@@ -15,7 +15,7 @@ from textual._xterm_parser import XTermParser
 from nanochat.ui.line_input import TextInput
 from nanochat.ui.tab_bar import EdgeMark, TabBar
 from nanochat.ui.tab_picker import TabPicker, TitleDialog
-from nanochat.ui.textual_private import let_alt_digits_through
+from nanochat.ui.textual_private import let_alt_digits_through, let_keys_follow_escape
 from tests.ui.driver import Driver, started
 
 
@@ -44,6 +44,21 @@ def test_alt_and_a_digit_is_a_key_and_no_character(digit: int) -> None:
     """Most terminals send Escape and the digit, which Textual takes for a character to write."""
     let_alt_digits_through()
     assert keys_of(f"\x1b{digit}") == [f"alt+{digit}"]
+
+
+@pytest.mark.parametrize(
+    ("sequence", "keys"),
+    [
+        ("\x1b\x12", ["escape", "ctrl+r"]),
+        ("\x1b\x12\x1b\x12", ["escape", "ctrl+r"] * 2),
+        ("\x1b\x15", ["escape", "ctrl+u"]),
+        ("\x1b", ["escape"]),
+        ("\x1b\t", ["shift+tab"]),
+    ],
+)
+def test_escape_and_a_control_key_at_once_are_the_two(sequence: str, keys: list[str]) -> None:
+    let_keys_follow_escape()
+    assert keys_of(sequence) == keys
 
 
 def test_the_private_table_is_where_this_version_has_it() -> None:
