@@ -170,10 +170,10 @@ class MarkdownDocument:
                 end = line_starts[
                     (block.map or (0, 1))[1] - 1
                 ]  # its last line may yet become a table's heading
-            cut, opening = _cut(block, begin, end, line_starts), _opening(block, whole, line_starts)
-            if cut is not None and cut - begin <= len(
-                opening
-            ):  # no more would be left out than is put before
+            if (cut := _cut(block, begin, end, line_starts)) is None:
+                continue
+            opening = _opening(block, whole, line_starts)
+            if cut - begin <= len(opening):  # no more would be left out than is put before
                 cut = next((start for start in line_starts if begin + len(opening) < start < end), None)
             if cut is not None:
                 self._close(blocks[:number])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import copy
 
 
@@ -77,15 +78,14 @@ class AnswerText:
     @property
     def _end(self) -> int | None:
         """Where the closing tag stands that ends the reasoning."""
-        if self.tags is None or (place := self.text.find(self.tags[1])) < 0:
+        if self.tags is None or self.tags[1] not in self.text:
             return None
         if self._begins_inside:
-            return place
+            return self.text.index(self.tags[1])
         opening, closing = self.tags
-        while place >= 0 and opening not in self.text[:place]:
-            before = self.text[self.text.rfind("\n", 0, place) + 1 : place]
-            after, line_end, _ = self.text[place + len(closing) :].partition("\n")
-            if not before.strip() and not after.strip() and (line_end or not self._is_growing):
-                return place
-            place = self.text.find(closing, place + 1)
-        return None
+        line_end = r"\n" if self._is_growing else r"(?:\n|\Z)"
+        alone = rf"^[^\S\n]*({re.escape(closing)})[^\S\n]*{line_end}"
+        found = re.search(alone, self.text, re.MULTILINE)
+        if found is None or opening in self.text[: found.start(1)]:
+            return None
+        return found.start(1)

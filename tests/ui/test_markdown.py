@@ -190,6 +190,11 @@ def test_what_no_model_says_is_cut_and_says_so(text: str, monkeypatch: pytest.Mo
         ("- a\n  - b", "• a\n  ◦ b"),
         ("- a\n\n- b", "• a\n\n• b"),
         ("> a\n> b", "▌ a\n▌ b"),
+        ('[a](http://x "the title")', 'a (http://x "the title")'),
+        ('[http://x](http://x "the title")', 'http://x (http://x "the title")'),
+        ('![alt](u "cap")', '[alt] (u "cap")'),
+        ('[a](http://x "&#27;[31m")', 'a (http://x "&#27;[31m")'),
+        ("1) a\n2) b", "1) a\n2) b"),
     ],
 )
 def test_what_stands_on_the_screen(source: str, shown: str) -> None:

@@ -136,20 +136,6 @@ class TestLabels:
         assert " ".join(line.strip() for line in shown[:-90]) == info
 
 
-@pytest.mark.parametrize(
-    ("source", "shown"),
-    [
-        ('[a](http://x "the title")', 'a (http://x "the title")'),
-        ('[http://x](http://x "the title")', 'http://x (http://x "the title")'),
-        ('![alt](u "cap")', '[alt] (u "cap")'),
-        ('[a](http://x "&#27;[31m")', 'a (http://x "&#27;[31m")'),
-        ("1) a\n2) b", "1) a\n2) b"),
-    ],
-)
-def test_what_stands_on_the_screen(source: str, shown: str) -> None:
-    assert "\n".join(fresh(source)) == shown
-
-
 class TestCost:
     """What a delta may cost is told by how much is parsed for it."""
 

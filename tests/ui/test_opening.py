@@ -156,34 +156,29 @@ async def test_a_scroll_bar_that_appears_does_not_begin_the_layout_anew(
     assert len(widths) == 1
 
 
-async def test_pages_turned_while_the_end_is_laid_out_count_from_the_end(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("keys", "length", "pages", "least"),
+    [(("pageup", "pageup"), 30_000, 2, 500), (("pageup", "pagedown"), 20_000, 0, 300)],
+    ids=["they count from the end", "a page down takes one back"],
+)
+async def test_pages_turned_while_the_end_is_laid_out(
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keys: tuple[str, str],
+    length: int,
+    pages: int,
+    least: int,
 ) -> None:
     lay_out_more = held_back(monkeypatch)
     file = tmp_path / "history.db"
-    import_chat(file, "Long", ["question", PARAGRAPHS[:30_000]], as_tab=True)
+    import_chat(file, "Long", ["question", PARAGRAPHS[:length]], as_tab=True)
     async with started(tiny_llama, history=file, hold=True) as driver:
         transcript = driver.pane.query_one(Transcript)
         await driver.until(transcript._unfinished)
-        await driver.press("pageup", "pageup")
+        await driver.press(*keys)
         while transcript._unfinished():
             lay_out_more(transcript)
             await driver.pilot.pause()
         page = transcript.scrollable_content_region.height
-        await driver.until(lambda: transcript.scroll_y == transcript.max_scroll_y - 2 * page > 500)
-
-
-async def test_a_page_up_that_waits_is_taken_back_by_a_page_down(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lay_out_more = held_back(monkeypatch)
-    file = tmp_path / "history.db"
-    import_chat(file, "Long", ["question", PARAGRAPHS[:20_000]], as_tab=True)
-    async with started(tiny_llama, history=file, hold=True) as driver:
-        transcript = driver.pane.query_one(Transcript)
-        await driver.until(transcript._unfinished)
-        await driver.press("pageup", "pagedown")
-        while transcript._unfinished():
-            lay_out_more(transcript)
-            await driver.pilot.pause()
-        await driver.until(lambda: transcript.scroll_y == transcript.max_scroll_y > 300)
+        await driver.until(lambda: transcript.scroll_y == transcript.max_scroll_y - pages * page > least)
