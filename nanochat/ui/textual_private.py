@@ -303,7 +303,10 @@ class LeanScreen(Screen[None]):
         """When it was last drawn, by the monotonic clock."""
 
     def _on_timer_update(self) -> None:
-        self._drawn_s = time.monotonic()
+        now_s = time.monotonic()
+        if now_s - self._drawn_s < UPDATE_PERIOD / 2:
+            return  # a late drawing, or one at once, has just been: the timer, which goes on, is not to add another
+        self._drawn_s = now_s
         super()._on_timer_update()
 
     async def _on_idle(self, event: events.Idle) -> None:
